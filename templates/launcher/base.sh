@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Start NPROC ranks on this machine: scripts/launch.sh train --optim.lr 1e-3
+#
+# NPROC   number of ranks; by default one an accelerator, or 2 on a CPU
+# PYTHON  interpreter; by default the project's .venv, or the first python on the PATH
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+package={{ cookiecutter.__package }}
+export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
+
+if [[ -z "${PYTHON:-}" ]]; then
+    PYTHON="$root/.venv/bin/python"
+    [[ -x "$PYTHON" ]] || PYTHON="$(command -v python || command -v python3)"
+fi
+if ! "$PYTHON" -c 'import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, ["torch", "jsonargparse"])))'; then
+    echo "error: $PYTHON lacks this project's packages; run 'make setup' first, or set PYTHON" >&2
+    exit 2
+fi
+
+for word in "$@"; do
+    case "$word" in
+        -h | --help | --print_config*) exec "$PYTHON" -m "$package" "$@" ;;
+    esac
+done
+
+if [[ -z "${NPROC:-}" ]]; then
+    NPROC="$("$PYTHON" -c 'import torch; print(torch.accelerator.device_count() or 2)')"
+fi
+if [[ ! "$NPROC" =~ ^[1-9][0-9]*$ ]]; then
+    echo "error: NPROC is '$NPROC'; give the number of ranks to start, 1 or more" >&2
+    exit 2
+fi
+
+# A mistake is told once, before anything is started.
+WORLD_SIZE="$NPROC" "$PYTHON" -m "$package.preflight" "$@"
+
+# The ranks share the processors of this machine.
+cores="$(getconf _NPROCESSORS_ONLN)"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
+
+#:: block start ::#
+#:: endblock ::#

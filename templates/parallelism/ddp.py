@@ -1,0 +1,150 @@
+"""Distributed data parallel: every rank holds the whole model and reads its share of each batch.
+
+Backward computes the gradient of a rank's share; while it still runs, DDP averages finished buckets of gradients over
+the ranks by all-reduce. So every rank takes the same optimizer step, and the copies of the model stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from .config import Config, UserError
+from .distributed import World
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Parallel:
+    """The model, spread over the ranks. All that the rest of the package knows of how the work is split is this class.
+
+    Attributes:
+        data_rank: Which share of every batch this rank reads.
+        data_size: Number of such shares.
+    """
+
+    def __init__(
+        self, model: nn.Sequential, loss_fn: Callable[[Tensor, Tensor], Tensor], config: Config, world: World
+    ) -> None:
+        """Spread ``model``, which has to hold the same weights on every rank.
+
+        Args:
+            model: A sequence of named blocks, on the CPU.
+            loss_fn: Takes outputs and targets, gives their mean loss as a scalar.
+            config: The run's settings.
+            world: This process's place.
+        """
+        self.data_rank, self.data_size = world.rank, config.parallel.data_size(world.size)
+        self.device = world.device
+        self.loss_fn = loss_fn
+        self.microbatches = config.train.microbatches
+        self.autocast_dtype = AUTOCAST.get(config.train.precision)
+        if config.parallel.sync_batch_norm:
+            if self.device.type == "cpu" and world.size > 1:
+                raise UserError("parallel.sync_batch_norm needs accelerators: PyTorch's SyncBatchNorm refuses the CPU")
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model.to(self.device)
+        if config.train.compile:
+            for block in model:
+                block.compile()
+        self.module = model
+        self.ddp = DistributedDataParallel(
+            model,
+            device_ids=None if self.device.type == "cpu" else [self.device],
+            # Buffers are averaged when they are looked at (see average_buffers), not sent around in every forward.
+            forward_sync_buffers=False,
+            bucket_cap_mb=config.parallel.bucket_cap_mb,
+            gradient_as_bucket_view=config.parallel.gradient_as_bucket_view,
+            static_graph=config.parallel.static_graph,
+            find_unused_parameters=config.parallel.find_unused_parameters,
+        )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank optimizes, under the names that they have in ``model``."""
+        return self.module.named_parameters()
+
+    def train(self) -> None:
+        """Switch the model to training."""
+        self.ddp.train()
+
+    def eval(self) -> None:
+        """Switch the model to evaluation; a collective."""
+        self.average_buffers()
+        self.ddp.eval()
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        """Forward and backward of one global batch, of which this rank has a share.
+
+        Leaves in every parameter the gradient of the mean loss over the global batch (times the scaler's factor).
+
+        Args:
+            inputs: This rank's inputs, ``global_batch_size / data_size`` of them.
+            targets: Their targets.
+            scaler: Scales the loss of fp16, and nothing else.
+
+        Returns:
+            This rank's part of the mean loss, a detached scalar on the device: the sum over all ranks is the mean.
+        """
+        total = torch.zeros((), device=self.device)
+        pieces = list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
+        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+            # Gradients add up locally; the all-reduce waits for the last micro-batch.
+            with self.ddp.no_sync() if number < len(pieces) else nullcontext():
+                with self.autocast():
+                    loss = self.loss_fn(self.ddp(some_inputs), some_targets) / len(pieces)
+                scaler.scale(loss).backward()
+            total += loss.detach()
+        return total / self.data_size
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """The model's outputs for this rank's ``inputs``; ranks may differ in how often they call it."""
+        with self.autocast():
+            return self.module(inputs)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Full tensors on the CPU under the model's own names, on rank 0 (elsewhere empty); a collective.
+
+        Returns:
+            ``model`` and ``optimizer``, whose state is keyed by parameter name.
+        """
+        self.average_buffers()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return {
+            "model": get_model_state_dict(self.ddp, options=options),
+            "optimizer": get_optimizer_state_dict(self.ddp, optimizer, options=options),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take what ``state_dict`` gave on rank 0 (elsewhere ``state`` is not looked at); a collective."""
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.ddp, state.get("model", {}), options=options)
+        if optimizer is not None:
+            set_optimizer_state_dict(self.ddp, optimizer, state.get("optimizer", {}), options=options)
+
+    def average_buffers(self) -> None:
+        """Make the running statistics of BatchNorm the mean over the ranks, each of which saw other samples."""
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point() and self.data_size > 1:
+                dist.all_reduce(buffer)
+                buffer /= self.data_size
+
+    def autocast(self) -> torch.autocast:
+        """The arithmetic of ``train.precision``."""
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)

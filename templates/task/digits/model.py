@@ -1,0 +1,82 @@
+"""The network: a small residual network for 8x8 images, as a sequence of named blocks.
+
+A block takes and gives one tensor, so the sequence can be wrapped, sharded or cut anywhere between two blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import ModelConfig, UserError
+
+GROUPS = 8
+CLASSES = 10
+
+
+class Stem(nn.Module):
+    """(batch, 1, 8, 8) images to (batch, width, 8, 8) features."""
+
+    def __init__(self, width: int, norm: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False)
+        self.norm = build_norm(norm, width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.silu(self.norm(self.conv(images)))
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions around a shortcut: (batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.norm1 = build_norm(norm, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
+        self.norm2 = build_norm(norm, outputs)
+        # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, and what another
+        # split of the batch rounds in another way does not grow from step to step. SiLU has no kink for that reason.
+        nn.init.zeros_(self.norm2.weight)
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, stride, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.norm1(self.conv1(x)))
+        return F.silu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class Head(nn.Module):
+    """(batch, width, h, w) features to (batch, classes) logits."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.linear(features.mean(dim=(2, 3)))
+
+
+def build_norm(norm: str, width: int) -> nn.GroupNorm | nn.BatchNorm2d:
+    """GroupNorm, which looks at each sample alone and so cannot tell how the batch is split; or BatchNorm."""
+    return nn.GroupNorm(GROUPS, width) if norm == "group" else nn.BatchNorm2d(width)
+
+
+def build_model(config: ModelConfig) -> nn.Sequential:
+    """The network on the CPU, with weights drawn from PyTorch's global generator.
+
+    Raises:
+        UserError: if the width does not divide into the groups of GroupNorm.
+    """
+    if config.width % GROUPS:
+        raise UserError(f"model.width is {config.width}; give a multiple of {GROUPS}, the number of GroupNorm's groups")
+    narrow, wide = config.width, 2 * config.width
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem(narrow, config.norm))
+    for i in range(config.depth):
+        blocks[f"narrow{i}"] = ResidualBlock(narrow, narrow, stride=1, norm=config.norm)
+    for i in range(config.depth):
+        blocks[f"wide{i}"] = ResidualBlock(wide if i else narrow, wide, stride=1 if i else 2, norm=config.norm)
+    blocks["head"] = Head(wide)
+    return nn.Sequential(blocks)

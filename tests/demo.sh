@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Train and evaluate the one project in demo/ on two CPU processes: what `make demo` does after rendering.
+set -euo pipefail
+cd demo/*/
+export PYTHON="$BIN/python" NPROC=2
+
+scripts/launch.sh train --config configs/default.yaml --distributed.device cpu
+newest="$(find runs/default/checkpoints -name "step-*.pt" | sort | tail -n 1)"
+scripts/launch.sh evaluate --checkpoint "$newest" --distributed.device cpu |
+    "$PYTHON" -c '
+import json, sys
+record = json.loads(sys.stdin.read().splitlines()[-1])
+print("test accuracy {accuracy:.4f} on all {num_samples} samples, after {step} steps".format(**record))
+'
+cat <<END
+
+Next:
+  cd $PWD
+  make setup                                     # its own environment, git repository and pre-commit hook
+  make test                                      # proves that splitting the work does not change the result
+  NPROC=4 scripts/launch.sh train --run.dir runs/four-ranks
+  less README.md
+END

@@ -1,0 +1,6 @@
+"""{{ cookiecutter.__name_quoted }}: distributed training in plain PyTorch."""
+
+import time
+
+# The clock of "first step after ... s": read before anything heavy is imported.
+STARTED = time.perf_counter()

@@ -1,0 +1,36 @@
+"""The command line: ``python -m {{ cookiecutter.__package }} train`` or ``evaluate``; ``--help`` shows every setting."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from .config import UserError, fail, parse
+from .launcher_watch import end_with_launcher
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run one subcommand on this rank.
+
+    Raises:
+        SystemExit: with code 2 and one line on stderr, if the user has to change something.
+    """
+    end_with_launcher()
+    command, config, checkpoint = parse(argv)
+    # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
+    from .distributed import process_group
+    from .evaluate import evaluate
+    from .train import train
+
+    try:
+        with process_group(config.distributed) as world:
+            if command == "train":
+                train(config, world)
+            else:
+                evaluate(str(checkpoint), config, world)
+    except UserError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,240 @@
+"""Settings: typed, one docstring a field, read from YAML and overridden on the command line.
+
+This module imports neither PyTorch nor any other module of the package, so a mistake in the settings is found in a
+fraction of a second, before any process is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NoReturn, get_type_hints
+
+from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class UserError(Exception):
+    """Something that the user has to change; its text is one line that says what and how."""
+
+
+@dataclass
+class RunConfig:
+    """Where the run writes, and what makes it repeatable."""
+
+    dir: str = "runs/default"
+    """Directory of everything that the run leaves behind; made if missing."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights, the order of the data and its augmentation."""
+
+
+@dataclass
+class DataConfig:
+    """How samples become batches, whatever they hold."""
+
+    global_batch_size: PositiveInt = 64
+    """Samples that one optimizer step sees, over all ranks together."""
+    eval_batch_size: PositiveInt = 256
+    """Samples in one forward pass of evaluation, on each rank."""
+    num_workers: NonNegativeInt = 0
+    """Loader processes of each rank; 0 loads in the rank itself."""
+
+
+#:: include "task/" ~ cookiecutter.task ~ "/config.py" ::#
+
+
+#:: include "parallelism/" ~ cookiecutter.parallelism ~ ".config.py" ::#
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, with a linear warm-up and a cosine decay."""
+
+    lr: PositiveFloat = 4e-3
+    """Peak learning rate."""
+    min_lr_ratio: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay, as a fraction of the peak."""
+    warmup_steps: NonNegativeInt = 40
+    """Steps over which the learning rate rises from zero to its peak."""
+    decay_steps: PositiveInt | None = None
+    """Step at which the decay ends; by default the last step of ``train.epochs``."""
+    weight_decay: NonNegativeFloat = 0.05
+    """Decoupled weight decay of matrices and kernels; biases and normalisation weights have none."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's decay rates of the first and the second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's term in the denominator."""
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    epochs: PositiveInt = 20
+    """Passes over the training set."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many optimizer steps; the schedule keeps its length, so a later run can go on from there."""
+    microbatches: PositiveInt = 1
+    """Pieces into which a rank cuts its share of the batch, to save memory; the result stays the same."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of forward and backward; weights stay in fp32, and fp16 scales its loss."""
+    compile: bool = False
+    """Compile every block of the model with torch.compile."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Largest norm of the whole gradient; null does not clip."""
+    log_every: PositiveInt = 10
+    """Steps between two lines of metrics; the device is waited for only then."""
+    eval_every: PositiveInt | None = 110
+    """Steps between two evaluations; null evaluates at the end alone."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What is kept of a run, and where it goes on."""
+
+    every_steps: PositiveInt | None = 110
+    """Steps between two checkpoints; null saves at the end and for a new best alone."""
+    keep: PositiveInt = 2
+    """Newest checkpoints to keep; the best one is kept besides."""
+    resume: str = "auto"
+    """auto: go on if run.dir holds a checkpoint; never: start fresh, and refuse a run.dir that holds one; or the path
+    of a checkpoint to start from."""
+
+
+@dataclass
+class DistributedConfig:
+    """The process group."""
+
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """Library that moves the data; auto takes the device's own (NCCL on NVIDIA GPUs, gloo on CPUs)."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: one accelerator a process where there is one, else the CPU."""
+    init_method: str = "env://"
+    """Where the ranks meet: env:// (from the launcher), tcp://host:port or file:///path."""
+    timeout_seconds: PositiveFloat = 120.0
+    """Longest wait for other ranks from the second step on; then the run ends with an error."""
+    startup_timeout_seconds: PositiveFloat = 1800.0
+    """The same until the first step is done, while ranks load data, compile and warm up."""
+
+
+@dataclass
+class Config:
+    """All settings of a run, one section a concern."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+class Parser(ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        fail(message)
+
+
+def fail(message: str) -> NoReturn:
+    """End this process with exit code 2 and one line on stderr, once a machine: its ranks have the same to say."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(argv: Sequence[str]) -> tuple[str, Config, str | None]:
+    """Read the command line.
+
+    Args:
+        argv: The words after ``python -m <package>``.
+
+    Returns:
+        The subcommand, its settings, and the checkpoint to evaluate (None for ``train``).
+
+    Raises:
+        SystemExit: with code 2 and one line on stderr for an unknown key, a wrong type or a setting that cannot work.
+    """
+    # --checkpoint stands beside the section of that name, which the library cannot parse in one go.
+    path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    path_parser.add_argument("--checkpoint")
+    found, rest = path_parser.parse_known_args(argv)
+
+    parser = Parser(prog="{{ cookiecutter.__package }}", description="{{ cookiecutter.__name_quoted }}")
+    commands = parser.add_subcommands(required=True, dest="command")
+    commands.add_subcommand("train", settings_parser(), help="train, or go on from the newest checkpoint of run.dir")
+    commands.add_subcommand("evaluate", settings_parser(), help="score --checkpoint PATH on the whole test set")
+    parsed = parser.parse_args(rest)
+
+    settings, training = parsed[parsed.command], parsed.command == "train"
+    if training == (found.checkpoint is not None):
+        fail("evaluate needs --checkpoint PATH; train takes none, but --checkpoint.resume PATH to start from one")
+    config = from_dict({name: vars(settings[name]) for name in sections()})
+    try:
+        check(config, int(os.environ.get("WORLD_SIZE", "1")), training)
+    except UserError as error:
+        fail(str(error))
+    return parsed.command, config, found.checkpoint
+
+
+def settings_parser() -> ArgumentParser:
+    """A parser of every setting of ``Config``, by section."""
+    parser = Parser()
+    parser.add_argument("--config", action="config", help="YAML file of settings; later arguments override it.")
+    for name, kind in sections().items():
+        parser.add_class_arguments(kind, name)
+    return parser
+
+
+def sections() -> dict[str, type]:
+    """The sections of ``Config``: the name of each and the class that holds its settings."""
+    return get_type_hints(Config)
+
+
+def from_dict(settings: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Settings from nested dictionaries, as ``to_dict`` gives them."""
+
+    def plain(value: Any) -> Any:
+        # The parser's numbers know their bounds; a checkpoint that is read safely holds plain numbers alone.
+        number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
+        return value if number is None else number(value)
+
+    return Config(
+        **{name: kind(**{k: plain(v) for k, v in settings[name].items()}) for name, kind in sections().items()}
+    )
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings as nested dictionaries of plain values."""
+    return asdict(config)
+
+
+def check(config: Config, world_size: int, training: bool) -> None:
+    """Refuse settings that are well-formed but cannot work together.
+
+    Raises:
+        UserError: naming the setting, and what would work.
+    """
+    for name, section in to_dict(config).items():
+        for key, value in section.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{name}.{key} is {value}; give a finite number")
+    config.parallel.check(world_size, config.train.microbatches)
+    data_size = config.parallel.data_size(world_size)
+    share = data_size * config.train.microbatches
+    batch = config.data.global_batch_size
+    if training and batch % share:
+        fits = " or ".join(str(size) for size in (batch // share * share, -(-batch // share) * share) if size)
+        raise UserError(
+            f"data.global_batch_size is {batch}, which does not divide into {data_size} rank(s) x "
+            f"{config.train.microbatches} micro-batch(es); {fits} would"
+        )

@@ -1,0 +1,179 @@
+"""Who am I (rank, local rank, world size, device), and the process group: set up, watched over, cleaned up.
+
+Every launcher tells a process its place through the same environment variables; a process that has none of them is
+alone, and is rank 0 of a world of one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .config import DistributedConfig, UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among all.
+
+    Attributes:
+        rank: Number of this process among all, from 0.
+        local_rank: Number of this process among those on its machine, from 0.
+        size: Number of processes (the world size).
+        local_size: Number of processes on this machine.
+        device: Where this process computes.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes files and speaks."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(config: DistributedConfig) -> Iterator[World]:
+    """Join the process group for the length of a ``with`` block, and leave it in the end, however that comes.
+
+    Raises:
+        UserError: if the environment or the settings do not fit this machine.
+    """
+    world = resolve(config)
+    backend = choose_backend(config.backend, world.device)
+    if world.device.type != "cpu":
+        # Before the first collective, or every rank would open a context on the first device.
+        torch.accelerator.set_device_index(world.device)
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=config.startup_timeout_seconds),
+        device_id=world.device if world.device.type != "cpu" else None,
+        **rendezvous(config.init_method, world),
+    )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+        # A gloo thread that drops the last reference to a Python object while the interpreter ends aborts the process.
+        gc.collect()
+
+
+def resolve(config: DistributedConfig) -> World:
+    """Find this process's place from the environment, and choose its device.
+
+    Raises:
+        UserError: if the environment is incomplete, or there are more processes than devices.
+    """
+    if "RANK" not in os.environ:
+        return World(0, 0, 1, 1, choose_device(config, local_rank=0, local_size=1, size=1))
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"RANK is set, but the launcher's other variables do not fit it: {error}") from None
+    return World(rank, local_rank, size, local_size, choose_device(config, local_rank, local_size, size))
+
+
+def choose_device(config: DistributedConfig, local_rank: int, local_size: int, size: int) -> torch.device:
+    """One accelerator a process, by local rank; the CPU where there is none, or where it was asked for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if config.device == "cpu" or accelerator is None:
+        return torch.device("cpu")
+    if accelerator.type == "mps" and size > 1:
+        return torch.device("cpu")  # Apple's GPU has no collectives.
+    count = torch.accelerator.device_count()
+    if local_size > count and config.backend != "gloo":
+        raise UserError(
+            f"{local_size} processes on this machine but {count} device(s): start {count} (NPROC={count}), "
+            "use the CPU (--distributed.device cpu), or share the devices (--distributed.backend gloo)"
+        )
+    return torch.device(accelerator.type, local_rank % count)
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    """The collective library to use on ``device``; ``auto`` is the one that PyTorch names for it."""
+    if backend == "auto":
+        return dist.get_default_backend_for_device(device)
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise UserError("distributed.backend is nccl, but this process has no CUDA GPU; use auto or gloo")
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UserError("distributed.backend is mpi, but this PyTorch was built without MPI; use auto or gloo")
+    return backend
+
+
+def rendezvous(init_method: str, world: World) -> dict[str, Any]:
+    """Where the ranks meet, as arguments of ``init_process_group``; a lone process meets nobody and needs no port."""
+    if world.size == 1 and init_method == "env://":
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    return {"init_method": init_method, "rank": world.rank, "world_size": world.size}
+
+
+def shorten_timeout(config: DistributedConfig) -> None:
+    """From here on wait only ``timeout_seconds`` for other ranks: start-up is over, and who is late now is lost."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_seconds), dist.group.WORLD)
+
+
+def on_main(action: Callable[[], T], world: World) -> T:
+    """Run ``action`` on rank 0 and give its result to every rank; a collective, so all ranks have to call it.
+
+    The result travels by pickle, so it should be small.
+
+    Raises:
+        UserError: on every rank, if ``action`` raised it on rank 0: no rank is left waiting for one that gave up.
+    """
+    outcome: list[Any] = [None, None]
+    if world.is_main:
+        try:
+            outcome[0] = action()
+        except (UserError, OSError) as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    return outcome[0]
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Give each rank random numbers of its own, for what may differ between ranks (dropout, say).
+
+    Weights are drawn before this call, from the same seed everywhere; augmentation is seeded by sample.
+    """
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def get_rng_state() -> dict[str, Any]:
+    """State of this process's random number generators, in types that ``torch.load(weights_only=True)`` reads."""
+    numpy_state: Any = np.random.get_state()
+    name, keys, *rest = numpy_state
+    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    if torch.accelerator.is_available():
+        state["accelerator"] = torch.get_device_module().get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what ``get_rng_state`` gave."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "accelerator" in state and torch.accelerator.is_available():
+        torch.get_device_module().set_rng_state(state["accelerator"])

@@ -1,0 +1,107 @@
+"""Exact evaluation: every sample is counted once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from . import checkpoint, dataset
+from .config import Config, ModelConfig
+from .data import EvalSampler, build_loader
+from .distributed import World
+from .model import build_model
+from .parallel import Parallel
+
+Scores = dict[str, np.ndarray]
+
+
+class Evaluator:
+    """Scores a model on one dataset, again and again.
+
+    Args:
+        samples: A dataset whose items are ``(input, target)``.
+        parallel: The model.
+        config: The run's settings.
+    """
+
+    def __init__(self, samples: Any, parallel: Parallel, config: Config) -> None:
+        self.parallel = parallel
+        self.length = len(samples)
+        self.sampler = EvalSampler(self.length, parallel.data_rank, parallel.data_size)
+        self.loader = build_loader(
+            samples, self.sampler, config.data.eval_batch_size, config.data, device=parallel.device
+        )
+
+    def __call__(self) -> dict[str, Any]:
+        """The figures of the whole dataset, the same on every rank; a collective.
+
+        Returns:
+            ``num_samples``, and what ``dataset.figures`` makes of their scores.
+
+        Raises:
+            RuntimeError: if a sample was left out.
+        """
+        self.parallel.eval()
+        mine = self.score_my_share()
+        self.parallel.train()
+        # One message of a few arrays from each rank; samples are put in their place by index.
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, mine)
+        scores = merge(shares, self.length)
+        return {"num_samples": self.length, **dataset.figures(scores)}
+
+    @torch.no_grad()
+    def score_my_share(self) -> Scores:
+        """The scores of this rank's samples, each of shape (samples,), and their ``index``."""
+        scores: dict[str, list[torch.Tensor]] = {}
+        for inputs, targets in self.loader:
+            inputs, targets = (x.to(self.parallel.device, non_blocking=True) for x in (inputs, targets))
+            for name, values in dataset.score(self.parallel.predict(inputs), targets).items():
+                scores.setdefault(name, []).append(values)
+        arrays = {name: torch.cat(values).cpu().numpy() for name, values in scores.items()}
+        return {**arrays, "index": np.array(self.sampler.indices, dtype=np.int64)}
+
+
+def merge(shares: list[Scores], length: int) -> Scores:
+    """Put the ranks' scores in the order of the dataset, so that sums over it do not depend on how it was split.
+
+    Args:
+        shares: For each rank, arrays of shape (its samples,) by name, ``index`` among them.
+        length: Samples in the dataset.
+
+    Returns:
+        Arrays of shape (length,) by name.
+
+    Raises:
+        RuntimeError: if a sample is missing or was scored twice.
+    """
+    index = np.concatenate([share["index"] for share in shares])
+    if len(index) != length or len(np.unique(index)) != length:
+        raise RuntimeError(f"{len(np.unique(index))} samples of {length} were scored, {len(index)} times in all")
+    order = np.argsort(index)
+    names = next(share.keys() for share in shares if len(share["index"]))
+    return {name: np.concatenate([share[name] for share in shares if len(share["index"])])[order] for name in names}
+
+
+def evaluate(path: str, config: Config, world: World) -> None:
+    """Score the checkpoint at ``path`` on the test set and print the figures, as one line of JSON.
+
+    The network is the one that was saved: the checkpoint's own ``model`` settings are used.
+
+    Raises:
+        UserError: if the file is no checkpoint of this project, or does not fit.
+    """
+    header, state = checkpoint.read_on_main([Path(path)], world)
+    config.model = ModelConfig(**header["config"]["model"])
+    _, test_set = dataset.build_datasets(config.dataset, config.run.seed)
+    parallel = Parallel(build_model(config.model), dataset.loss_fn, config, world)
+    parallel.load_state_dict(state)
+    record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
+    record |= Evaluator(test_set, parallel, config)()
+    if world.is_main:
+        print(json.dumps(record))

@@ -1,0 +1,49 @@
+"""What the tests share: start the shipped launcher, read what a run left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "{{ cookiecutter.__package }}"
+
+
+def environment(nproc: int) -> dict[str, str]:
+    """The environment of a launch of ``nproc`` ranks with this interpreter; tests never see the caller's launcher."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return clean | {"NPROC": str(nproc), "PYTHON": sys.executable}
+
+
+def command(*words: str) -> list[str]:
+    """The command line of a launch; on the CPU, so that any machine can start any number of ranks."""
+    return [str(ROOT / "scripts" / "launch.sh"), *words, "--distributed.device", "cpu"]
+
+
+def launch(*words: str, nproc: int, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run ``scripts/launch.sh`` to its end, and expect its exit code."""
+    done = subprocess.run(command(*words), env=environment(nproc), capture_output=True, text=True, timeout=300)
+    assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def read_records(run: Path, event: str) -> list[dict[str, Any]]:
+    """The records of one kind that a run wrote."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["event"] == event]
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The last checkpoint of a run."""
+    return sorted((run / "checkpoints").glob("step-*.pt"))[-1]
+
+
+def load_model(run: Path) -> dict[str, torch.Tensor]:
+    """The weights that a run ended with."""
+    return torch.load(newest_checkpoint(run), weights_only=True)["model"]
