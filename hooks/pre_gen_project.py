@@ -57,8 +57,6 @@ TAKEN = {
 }
 
 
-
-
 def find_fault(answers):
     """The first answer that cannot work, as (question, reason, a value that would); None if all can."""
     for question, example in (("project_name", "My Experiment"), ("author", "Your Name"), ("project_slug", "")):

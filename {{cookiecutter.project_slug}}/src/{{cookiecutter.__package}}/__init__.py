@@ -1,4 +1,4 @@
-"""{{ cookiecutter.__name_quoted }}: distributed training in plain PyTorch."""
+"""Distributed training in plain PyTorch."""
 
 import time
 

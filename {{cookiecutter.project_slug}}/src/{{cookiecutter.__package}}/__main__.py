@@ -1,4 +1,4 @@
-"""The command line: ``python -m {{ cookiecutter.__package }} train`` or ``evaluate``; ``--help`` shows every setting."""
+"""The command line of one rank: ``train`` or ``evaluate``; ``--help`` shows every setting."""
 
 from __future__ import annotations
 

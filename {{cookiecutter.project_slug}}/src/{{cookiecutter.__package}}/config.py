@@ -169,7 +169,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Config, str | None]:
     path_parser.add_argument("--checkpoint")
     found, rest = path_parser.parse_known_args(argv)
 
-    parser = Parser(prog="{{ cookiecutter.__package }}", description="{{ cookiecutter.__name_quoted }}")
+    parser = Parser(prog=__package__, description="Distributed training in plain PyTorch.")
     commands = parser.add_subcommands(required=True, dest="command")
     commands.add_subcommand("train", settings_parser(), help="train, or go on from the newest checkpoint of run.dir")
     commands.add_subcommand("evaluate", settings_parser(), help="score --checkpoint PATH on the whole test set")

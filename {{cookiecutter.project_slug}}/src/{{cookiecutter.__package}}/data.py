@@ -35,13 +35,14 @@ class TrainSampler(DistributedSampler[Any]):
                 f"data.global_batch_size is {global_batch_size}, but the training set has {len(dataset)} samples; "
                 "give at most that many"
             )
-        self.end = len(dataset) - len(dataset) % global_batch_size
-        self.start = 0
+        self.global_batch_size = global_batch_size
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch, and how many of its samples (over all ranks) were consumed already."""
         super().set_epoch(epoch)
-        self.start = start
+        length = len(self.dataset)  # type: ignore[arg-type]
+        self.start, self.end = start, length - (length - start) % self.global_batch_size
 
     def __iter__(self) -> Iterator[Key]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)

@@ -63,15 +63,11 @@ class Trainer:
     def run(self) -> None:
         """Train to the end, evaluate, save."""
         progress = self.progress
-        self.first_step = self.evaluated_step = self.saved_step = progress.step
+        self.first_step = self.saved_step = progress.step
         with Tracker(self.config, self.world, done=progress.step, total=self.total_steps) as self.tracker:
             self.start_clock()
-            while progress.step < self.total_steps and progress.epoch < self.config.train.epochs:
+            while progress.step < self.total_steps:
                 self.run_epoch()
-            if self.evaluated_step < progress.step:
-                self.evaluate()
-            if self.saved_step < progress.step:
-                self.save()
 
     def run_epoch(self) -> None:
         """Train on what is left of the current epoch, or until the last step."""
@@ -84,13 +80,15 @@ class Trainer:
             self.tracker.advance()
             if progress.step == self.first_step + 1:
                 self.after_first_step()
-            if progress.step % train.log_every == 0 or progress.step == self.total_steps:
+            last = progress.step == self.total_steps
+            if last or is_due(progress.step, train.log_every):
                 self.log(loss, norm)
-            if is_due(progress.step, train.eval_every):
+            # Evaluation first: the checkpoint then knows whether it is the best.
+            if last or is_due(progress.step, train.eval_every):
                 self.evaluate()
-            if is_due(progress.step, self.config.checkpoint.every_steps):
+            if last or is_due(progress.step, self.config.checkpoint.every_steps):
                 self.save()
-            if progress.step >= self.total_steps:
+            if last:
                 return
         progress.epoch += 1
         progress.samples = 0
@@ -148,7 +146,6 @@ class Trainer:
         """Score the test set, and save a model that is better than all before."""
         progress = self.progress
         record = self.evaluator()
-        self.evaluated_step = progress.step
         self.tracker.log({"event": "eval", "step": progress.step, "split": "test", **record})
         value, sign = record[dataset.BEST_BY], 1 if dataset.HIGHER_IS_BETTER else -1
         if progress.best_value is None or sign * value > sign * progress.best_value:

@@ -1,0 +1,104 @@
+"""Rendering for the tests: strict, isolated from the user's own cookiecutter settings, each combination once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cookiecutter.main import cookiecutter
+
+TEMPLATE = Path(__file__).parents[1]
+CONTEXT: dict[str, Any] = json.loads((TEMPLATE / "cookiecutter.json").read_text())
+QUESTIONS = [name for name in CONTEXT if not name.startswith("_")]
+CHOICES: dict[str, list[Any]] = {
+    name: [False, True] if isinstance(CONTEXT[name], bool) else CONTEXT[name]
+    for name in QUESTIONS
+    if isinstance(CONTEXT[name], list | bool)
+}
+Bake = Callable[..., Path]
+
+
+def combinations() -> Iterator[dict[str, Any]]:
+    """Every combination of the answers that are choices."""
+    for values in itertools.product(*CHOICES.values()):
+        yield dict(zip(CHOICES, values, strict=True))
+
+
+def name_of(answers: dict[str, Any]) -> str:
+    """What a test with these answers is called: those that are not the default."""
+    return "-".join(f"{k}={v}" for k, v in answers.items() if v != CHOICES[k][0]) or "default"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the user's defaults, and the launcher that the tests may run under, out of the renders."""
+    folder = tmp_path_factory.mktemp("cookiecutter")
+    config = folder / "config.yaml"
+    config.write_text(f"cookiecutters_dir: {folder}/templates\nreplay_dir: {folder}/replay\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COOKIECUTTER_CONFIG", str(config))
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "PYTHON", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+def check_answers(answers: dict[str, Any]) -> None:
+    """cookiecutter ignores unknown questions: a test that misspells one would vary nothing."""
+    for name, value in answers.items():
+        assert name in QUESTIONS, f"no question {name}"
+        assert name not in CHOICES or value in CHOICES[name], f"{name} does not offer {value}"
+
+
+@pytest.fixture
+def bake(tmp_path: Path) -> Bake:
+    """Render a project of its own for one test, with hooks, from the answers that differ from the defaults."""
+
+    def render(output: str = "out", **answers: Any) -> Path:
+        check_answers(answers)
+        return Path(
+            cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(tmp_path / output))
+        )
+
+    return render
+
+
+@pytest.fixture(scope="session")
+def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
+    """The project of one combination, rendered once for all tests, which only read it."""
+    projects: dict[str, Path] = {}
+
+    def render(**answers: Any) -> Path:
+        check_answers(answers)
+        key = json.dumps(answers, sort_keys=True)
+        if key not in projects:
+            output = str(tmp_path_factory.mktemp("baked"))
+            projects[key] = Path(cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=output))
+        return projects[key]
+
+    return render
+
+
+def read_tree(project: Path) -> dict[str, bytes]:
+    """Every file of a project: relative path and content."""
+    return {str(p.relative_to(project)): p.read_bytes() for p in sorted(project.rglob("*")) if p.is_file()}
+
+
+def run(*words: str | Path, cwd: Path, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with this interpreter's environment, and expect its exit code."""
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == expect, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done

@@ -1,0 +1,49 @@
+"""A project keeps up with the template, and turns into another variant, by cruft: as a diff that git can show."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TEMPLATE, Bake, read_tree, run
+
+CRUFT = Path(sys.executable).with_name("cruft")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The template as a repository of its own: what git tracks here, in one commit."""
+    copy = tmp_path / "template"
+    for name in run("git", "ls-files", cwd=TEMPLATE).stdout.splitlines():
+        if (TEMPLATE / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(TEMPLATE / name, copy / name)
+    commit(copy)
+    return copy
+
+
+def commit(folder: Path) -> None:
+    if not (folder / ".git").exists():
+        run("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
+    run("git", "add", "--all", cwd=folder)
+    run("git", *identity, "commit", "--quiet", "--no-verify", "--message", "all", cwd=folder)
+
+
+def test_update_follows_the_template_and_changes_answers(repository: Path, tmp_path: Path, bake: Bake) -> None:
+    run(CRUFT, "create", repository, "--no-input", "--output-dir", tmp_path, cwd=tmp_path)
+    project = tmp_path / "my-experiment"
+    commit(project)
+    readme = repository / "{{cookiecutter.project_slug}}" / "README.md"
+    readme.write_text(readme.read_text() + "\nA new line.\n")
+    commit(repository)
+
+    answers = {"launcher": "spawn", "tracker": "tensorboard"}
+    run(CRUFT, "update", "--skip-apply-ask", "--variables-to-update", json.dumps(answers), cwd=project)
+    changed = {name: data for name, data in read_tree(project).items() if not name.startswith((".git/", ".cruft"))}
+    expected = read_tree(bake(**answers))
+    assert changed.pop("README.md") == expected.pop("README.md") + b"\nA new line.\n"
+    assert changed == expected

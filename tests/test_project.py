@@ -1,0 +1,65 @@
+"""The user's first hour: a rendered project in an environment of its own, and the two commands of this README."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import TEMPLATE, Bake, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [{}, {"launcher": "spawn", "tracker": "tensorboard", "docker": True, "license": "Proprietary"}],
+    ids=["default", "every other choice"],
+)
+def test_the_make_targets_of_a_project(bake: Bake, answers: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    project = bake(**answers)
+    run("make", "setup", cwd=project, PYTHON="python3")
+    assert (project / ".git" / "hooks" / "pre-commit").exists()
+    run("git", "add", "--all", cwd=project)
+    clean = run("git", "ls-files", cwd=project).stdout.splitlines()
+    assert not [path for path in clean if ".venv" in path or "__pycache__" in path]
+    run("make", "lint", cwd=project)
+    run("git", "diff", "--exit-code", cwd=project)  # No hook had anything to mend.
+    tested = run("make", "test", cwd=project)
+    assert re.search(r"^\d+ passed", tested.stdout.splitlines()[-1].strip("= "))
+    run("make", "train", cwd=project, NPROC="2")
+    assert (project / "runs" / "default" / "curves.png").exists()
+
+
+def test_setup_leaves_a_larger_repository_alone(bake: Bake, tmp_path: Path) -> None:
+    run("git", "init", "--quiet", cwd=tmp_path)
+    project = bake()
+    (project / ".venv" / "bin").mkdir(parents=True)
+    (project / ".venv" / "installed").touch()
+    done = run("make", "setup", cwd=project)
+    assert "part of a larger git repository" in done.stdout
+    assert not (project / ".git").exists()
+    assert not (tmp_path / ".git" / "hooks" / "pre-commit").exists()
+
+
+def test_make_demo(tmp_path: Path) -> None:
+    """`make demo` on a copy of what git tracks, with this environment in place of one that it would make."""
+    tracked = run("git", "ls-files", cwd=TEMPLATE).stdout.splitlines()
+    for name in tracked:
+        if (TEMPLATE / name).exists():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(TEMPLATE / name, tmp_path / name)
+    environment = Path(shutil.which("pytest", path=str(Path(__import__("sys").executable).parent)) or "").parents[1]
+    (tmp_path / ".venv").symlink_to(environment)
+    (environment / "installed").touch()
+    words = ["make", "demo", "launcher=spawn", 'project_name=It\'s "mine" & $HOME']
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    accuracy = float(re.search(r"test accuracy ([\d.]+) on all 360 samples", done.stdout)[1])
+    assert accuracy >= 0.97
+    assert "first step done" in done.stdout
+    assert "make setup" in done.stdout.split("Next:")[1]
+    project = next((tmp_path / "demo").iterdir())
+    assert (project / "src" / project.name.replace("-", "_") / "launch.py").exists()

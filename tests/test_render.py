@@ -1,0 +1,156 @@
+"""Every combination of answers renders to files that need no clean-up and show nothing of what was not chosen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import py_compile
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import CHOICES, CONTEXT, TEMPLATE, Bake, combinations, name_of, read_tree, run
+from cookiecutter.main import cookiecutter
+
+BIN = Path(sys.executable).parent
+every_combination = pytest.mark.parametrize("answers", list(combinations()), ids=name_of)
+
+# Words that only one answer brings; a project with another answer shows none of them. The table of answers in
+# pyproject.toml is left out.
+TRACES = {
+    ("tracker", "tensorboard"): r"tensorboard",
+    ("launcher", "spawn"): r"\bspawn|launch\.py",
+    ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone",
+    ("docker", True): r"docker|container",
+}
+
+
+def texts(project: Path) -> dict[str, str]:
+    """The text files of a project, without the table of answers."""
+    read = {name: data.decode() for name, data in read_tree(project).items() if not name.endswith(".npz")}
+    read["pyproject.toml"] = read["pyproject.toml"].split("[tool.ddp-template]")[0]
+    return read
+
+
+@every_combination
+def test_files_parse(baked: Bake, answers: dict[str, Any], tmp_path: Path) -> None:
+    project = baked(**answers)
+    for path in project.rglob("*"):
+        if path.suffix == ".py":
+            py_compile.compile(str(path), cfile=str(tmp_path / "compiled"), doraise=True)
+        elif path.suffix in (".yaml", ".yml"):
+            yaml.safe_load(path.read_text())
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".sh":
+            assert os.access(path, os.X_OK)
+    settings = tomllib.loads((project / "pyproject.toml").read_text())
+    told = settings["tool"]["ddp-template"]
+    assert told.pop("version") == CONTEXT["_version"]
+    assert told == {name: str(value).lower() if isinstance(value, bool) else value for name, value in answers.items()}
+
+
+@every_combination
+def test_files_are_clean_as_rendered(baked: Bake, answers: dict[str, Any]) -> None:
+    project = baked(**answers)
+    run(BIN / "ruff", "format", "--check", "--no-cache", ".", cwd=project)
+    run(BIN / "ruff", "check", "--no-cache", ".", cwd=project)
+    for name, text in texts(project).items():
+        assert text.endswith("\n") and not text.endswith("\n\n"), name
+        assert not re.search(r"[ \t]+$", text, re.MULTILINE), name
+        if not name.endswith((".py", "LICENSE")):
+            assert "\n\n\n" not in text, name
+
+
+@every_combination
+def test_nothing_shows_of_the_template_or_of_what_was_not_chosen(baked: Bake, answers: dict[str, Any]) -> None:
+    project = baked(**answers)
+    for name, text in texts(project).items():
+        if not name.startswith(".github"):
+            assert not re.search(r"cookiecutter|jinja|\{\{|\}\}|#::|::#|#//|//#", re.sub("Jinja2==.*", "", text)), name
+        for (question, value), trace in TRACES.items():
+            if answers[question] != value:
+                assert not re.search(trace, text, re.IGNORECASE), f"{name} shows {value}"
+
+
+@pytest.fixture(scope="session")
+def checked_sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """A cache for the type checker, and the sources that it has seen."""
+    return tmp_path_factory.mktemp("mypy"), set()
+
+
+@every_combination
+def test_types_hold(baked: Bake, answers: dict[str, Any], checked_sources: tuple[Path, set[str]]) -> None:
+    cache, seen = checked_sources
+    project = baked(**answers)
+    sources = {name: data for name, data in read_tree(project).items() if name.startswith("src")}
+    digest = hashlib.sha256(repr(sources).encode()).hexdigest()
+    if digest not in seen:  # A license changes no source: what was checked once is not checked again.
+        run(BIN / "mypy", "--cache-dir", cache, cwd=project)
+        seen.add(digest)
+
+
+def test_every_choice_changes_the_project(baked: Bake) -> None:
+    default = {name: values[0] for name, values in CHOICES.items()}
+    for name, values in CHOICES.items():
+        trees = [texts(baked(**{**default, name: value})) for value in values]
+        assert all(one != other for i, one in enumerate(trees) for other in trees[:i]), name
+
+
+def test_every_template_is_rendered(baked: Bake) -> None:
+    everything = "\n".join(text for answers in combinations() for text in texts(baked(**answers)).values())
+    for path in (TEMPLATE / "templates").rglob("*"):
+        if path.is_dir():
+            continue
+        lines = [
+            line for line in path.read_text().splitlines() if len(line) > 30 and not re.search(r"#::|\{\{|//#", line)
+        ]
+        assert not lines or any(line in everything for line in lines), path
+
+
+def test_rendering_depends_on_the_answers_alone(bake: Bake, tmp_path: Path) -> None:
+    first = bake("first", tracker="tensorboard", docker=True)
+    trees = [read_tree(first), read_tree(bake("second", tracker="tensorboard", docker=True))]
+    replayed = cookiecutter(str(TEMPLATE), replay=True, output_dir=str(tmp_path / "replayed"))
+    trees.append(read_tree(Path(replayed)))
+    answers = {"tracker": "tensorboard", "docker": True}
+    bare = cookiecutter(
+        str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(tmp_path / "bare"), accept_hooks=False
+    )
+    trees.append(read_tree(Path(bare)))
+    assert all(tree == trees[0] for tree in trees)
+
+
+def test_scripts_pass_shellcheck(baked: Bake) -> None:
+    scripts = [path for launcher in CHOICES["launcher"] for path in baked(launcher=launcher).rglob("*.sh")]
+    run(BIN / "shellcheck", *scripts, TEMPLATE / "tests" / "demo.sh", TEMPLATE / ".ci" / "run", cwd=TEMPLATE)
+
+
+def test_dockerfile_passes_hadolint(baked: Bake) -> None:
+    run(BIN / "hadolint", baked(docker=True) / "Dockerfile", cwd=TEMPLATE)
+
+
+def test_template_sources_parse_before_they_are_rendered(tmp_path: Path) -> None:
+    folders = [TEMPLATE / "{{cookiecutter.project_slug}}", TEMPLATE / "templates", TEMPLATE / "hooks"]
+    sources = [path for folder in folders for path in folder.rglob("*")]
+    assert len(sources) > 40
+    for path in sources:
+        if path.suffix == ".py":
+            py_compile.compile(str(path), cfile=str(tmp_path / "compiled"), doraise=True)
+        elif path.suffix in (".yaml", ".yml"):
+            yaml.safe_load(path.read_text())
+        elif path.suffix == ".toml":
+            tomllib.loads(path.read_text())
+
+
+def test_size_of_the_package(baked: Bake) -> None:
+    package = next((baked() / "src").iterdir())
+    lines = {path.name: len(path.read_text().splitlines()) for path in package.glob("*.py")}
+    assert max(lines.values()) < 300, lines
+    assert lines["parallel.py"] < 250
+    assert sum(lines.values()) < 1750, lines

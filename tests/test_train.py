@@ -1,0 +1,338 @@
+"""Rendered projects train for real, through the launcher that they ship: what a run leaves, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+import torch
+import yaml
+from conftest import CHOICES, Bake, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = pytest.mark.slow
+
+SHORT = "--train.max_steps 6 --train.log_every 1 --distributed.device cpu".split()
+LONGER = (
+    "--train.max_steps 25 --train.log_every 5 --train.eval_every 10 --checkpoint.every_steps 5 --distributed.device cpu"
+).split()
+
+
+@pytest.fixture(scope="session", params=CHOICES["launcher"])
+def project(request: pytest.FixtureRequest, baked: Bake) -> Path:
+    """A project for each launcher; the one with TensorBoard shows that it costs the others nothing."""
+    return baked(launcher=request.param, tracker="tensorboard" if request.param == "spawn" else "none")
+
+
+@pytest.fixture(scope="session")
+def plain(baked: Bake) -> Path:
+    """The default project, where the launcher makes no difference."""
+    return baked()
+
+
+def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:
+    return run(project / "scripts/launch.sh", *words, cwd=project, NPROC=str(nproc), **options)
+
+
+def alone(project: Path, *words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """One process, as `python -m <package>`."""
+    package = next((project / "src").iterdir()).name
+    return run(sys.executable, "-m", package, *words, cwd=project, PYTHONPATH="src", **options)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def records(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in lines if record["event"] == event]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = sorted((folder / "checkpoints").glob("*.pt"))[-1]
+    return torch.load(newest, weights_only=True)["model"]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="session")
+def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 25 steps on two ranks."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    launch(project, "train", *LONGER, "--run.dir", folder)
+    return folder
+
+
+def test_a_run_leaves_what_it_should(project: Path, finished: Path) -> None:
+    told = [(record["step"], record["epoch"]) for record in records(finished, "train")]
+    assert told == [(5, 0), (10, 0), (15, 0), (20, 0), (25, 1)]
+    assert all(record.keys() >= {"loss", "lr", "grad_norm"} for record in records(finished, "train"))
+    evaluations = records(finished, "eval")
+    assert [(e["step"], e["split"], e["num_samples"]) for e in evaluations] == [
+        (step, "test", 360) for step in (10, 20, 25)
+    ]
+    best = max(evaluations, key=lambda e: e["accuracy"])["step"]
+    assert checkpoints(finished) == [f"step-{step:08d}.pt" for step in sorted({best, 20, 25})]
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    origin = json.loads((finished / "provenance.json").read_text())
+    assert origin["world_size"] == 2
+    assert origin["packages"]["torch"] == torch.__version__
+    assert "train" in origin["command"] and str(finished) in origin["command"]
+    assert origin["template"]["launcher"] in project.joinpath("pyproject.toml").read_text()
+    assert {"git_commit", "git_dirty", "host", "python", "time"} <= origin.keys()
+
+
+def test_tensorboard_reads_what_a_run_wrote(project: Path, finished: Path) -> None:
+    if (finished / "tensorboard").exists():
+        board = EventAccumulator(str(finished / "tensorboard")).Reload()
+        losses = {event.step: event.value for event in board.Scalars("train/loss")}
+        assert losses == pytest.approx({r["step"]: r["loss"] for r in records(finished, "train")})
+        accuracies = [event.value for event in board.Scalars("test/accuracy")]
+        assert accuracies == pytest.approx([r["accuracy"] for r in records(finished, "eval")])
+    else:
+        assert "tensorboard" not in (project / "pyproject.toml").read_text().split("[tool.ddp-template]")[0]
+
+
+def test_the_settings_that_a_run_wrote_repeat_it(project: Path, finished: Path, tmp_path: Path) -> None:
+    launch(project, "train", "--config", finished / "config.yaml", "--run.dir", tmp_path)
+    assert_same_weights(tmp_path, finished)
+    settings = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (finished, tmp_path)]
+    assert settings[0].pop("run").pop("seed") == settings[1].pop("run").pop("seed")
+    assert settings[0] == settings[1]
+
+
+def test_a_run_that_stopped_goes_on(project: Path, finished: Path, tmp_path: Path) -> None:
+    launch(project, "train", *LONGER, "--train.max_steps", "13", "--run.dir", tmp_path)
+    again = launch(project, "train", *LONGER, "--run.dir", tmp_path)
+    assert "step 13 of 25" in again.stdout
+    assert_same_weights(tmp_path, finished)
+    assert [r["loss"] for r in records(tmp_path, "train")][-2:] == [r["loss"] for r in records(finished, "train")][-2:]
+    assert len(json.loads((tmp_path / "provenance.json").read_text())["earlier"]) == 1
+
+
+def test_a_finished_run_is_left_as_it_is(project: Path, finished: Path) -> None:
+    before = (finished / "metrics.jsonl").read_text(), checkpoints(finished)
+    done = launch(project, "train", *LONGER, "--run.dir", finished)
+    assert "step 25 of 25" in done.stdout
+    assert before == ((finished / "metrics.jsonl").read_text(), checkpoints(finished))
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_evaluate_prints_the_figures(project: Path, finished: Path, nproc: int) -> None:
+    path = finished / "checkpoints" / "step-00000025.pt"
+    record = json.loads(launch(project, "evaluate", "--checkpoint", path, nproc=nproc).stdout.splitlines()[-1])
+    expected = records(finished, "eval")[-1]
+    assert record.keys() == expected.keys()
+    assert record["num_samples"] == 360 and record["accuracy"] == expected["accuracy"]
+    assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_another_number_of_ranks_goes_on(plain: Path, tmp_path: Path) -> None:
+    launch(plain, "train", *SHORT, "--train.max_steps", "3", "--run.dir", tmp_path / "a")
+    start = tmp_path / "a" / "checkpoints" / "step-00000003.pt"
+    launch(plain, "train", *SHORT, "--run.dir", tmp_path / "b", "--checkpoint.resume", start, nproc=4)
+    alone(plain, "train", *SHORT, "--run.dir", tmp_path / "c")
+    split, whole = ([r["loss"] for r in records(tmp_path / name, "train")] for name in "bc")
+    assert split == pytest.approx(whole[3:], rel=1e-5)
+
+
+def test_resume_refuses_what_would_mix_two_runs(plain: Path, tmp_path: Path) -> None:
+    alone(plain, "train", *SHORT, "--run.dir", tmp_path / "a")
+    never = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", "never", expect=2)
+    assert "checkpoint.resume is never" in never.stderr and never.stderr.count("\n") == 1
+    alone(plain, "train", *SHORT, "--run.dir", tmp_path / "b", "--run.seed", "1")
+    start = tmp_path / "b" / "checkpoints" / "step-00000006.pt"
+    mixed = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", start, expect=2)
+    assert "give another run.dir" in mixed.stderr and mixed.stderr.count("\n") == 1
+    wider = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--model.width", "64", expect=2)
+    assert "model.width = 32" in wider.stderr and wider.stderr.count("\n") == 1
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def alter(path: Path) -> None:
+    """Flip one bit of the largest part, which the format alone would not show."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + 200 + largest.file_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+class Attack:
+    """Would make a file beside the checkpoint, if loading ran it."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.target),)
+
+
+def craft(path: Path) -> None:
+    torch.save({"format": 1, "model": Attack(path.parent / "hacked")}, path)
+
+
+def replace(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"format": 1}))
+
+
+@pytest.mark.parametrize("damage", [cut_short, alter, craft, replace])
+def test_a_damaged_checkpoint_is_refused(plain: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    alone(plain, "train", *SHORT, "--checkpoint.every_steps", "3", "--run.dir", tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000006.pt"
+    damage(newest)
+    refused = alone(plain, "evaluate", "--checkpoint", newest, expect=2)
+    assert str(newest) in refused.stderr and refused.stderr.count("\n") == 1
+    done = alone(plain, "train", *SHORT, "--run.dir", tmp_path)
+    assert "going on from the one before" in done.stderr and "step 3 of 6" in done.stdout
+    assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
+    assert not (tmp_path / "checkpoints" / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "--train.precision bf16",
+        "--train.precision fp16",
+        "--train.compile true --train.max_steps 3",
+        "--model.norm batch --train.microbatches 2",
+        "--parallel.static_graph true",
+        "--parallel.find_unused_parameters true --parallel.bucket_cap_mb 0.1",
+        "--data.num_workers 1 --train.clip_grad_norm null --train.eval_every null",
+    ],
+)
+def test_settings_train(plain: Path, tmp_path: Path, settings: str) -> None:
+    launch(plain, "train", *SHORT, *settings.split(), "--run.dir", tmp_path)
+    losses = [record["loss"] for record in records(tmp_path, "train")]
+    assert len(losses) in (3, 6) and all(1.5 < loss < 3.5 for loss in losses)
+
+
+@pytest.mark.parametrize("method", ["file", "tcp"])
+def test_ranks_meet_where_they_are_told(plain: Path, tmp_path: Path, method: str) -> None:
+    with __import__("socket").create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = f"file://{tmp_path}/meet" if method == "file" else f"tcp://127.0.0.1:{port}"
+    launch(plain, "train", *SHORT, "--run.dir", tmp_path / "run", "--distributed.init_method", place)
+    assert len(records(tmp_path / "run", "train")) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("--parallel.static_graph true --train.microbatches 2", "parallel.static_graph"),
+        ("--distributed.backend mpi", "distributed.backend"),
+        ("--distributed.backend nccl", "distributed.backend"),
+        ("--model.width 12", "model.width"),
+        ("--data.global_batch_size 2000", "data.global_batch_size"),
+        ("--optim.lr .inf", "optim.lr"),
+        ("--run.dir /proc/nowhere", "/proc/nowhere"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(plain: Path, tmp_path: Path, settings: str, named: str) -> None:
+    done = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", *settings.split(), expect=2)
+    assert named in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def start(project: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
+    """A run of many steps, in the background, when it has done its first ones."""
+    launcher = subprocess.Popen(
+        [project / "scripts/launch.sh", "train", "--train.log_every", "1", "--run.dir", folder, *words],
+        cwd=project,
+        env=os.environ | {"PYTHON": sys.executable, "NPROC": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    give_up = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or not records(folder, "train"):
+        assert launcher.poll() is None and time.monotonic() < give_up, launcher.communicate()[0]
+        time.sleep(0.05)
+    return launcher
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The process ids of the ranks that write into ``folder``, from the kernel's own table."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and b"\0RANK=" in b"\0" + (process / "environ").read_bytes():
+                if str(folder).encode() in (process / "cmdline").read_bytes():
+                    found.append(int(process.name))
+                elif os.readlink(process / "fd" / "1") and str(folder).encode() in files_of(process):
+                    found.append(int(process.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def files_of(process: Path) -> bytes:
+    return b"\n".join(os.readlink(link).encode() for link in (process / "fd").iterdir() if link.exists())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
+def test_a_rank_that_dies_ends_the_job(plain: Path, tmp_path: Path) -> None:
+    launcher = start(plain, tmp_path / "run", "--train.epochs", "1000", "--distributed.device", "cpu")
+    ranks = ranks_of(tmp_path / "run")
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    output = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode != 0
+    assert "SIGKILL" in output or "exitcode" in output
+    assert ranks_of(tmp_path / "run") == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
+def test_a_run_directory_has_one_run(plain: Path, tmp_path: Path) -> None:
+    launcher = start(plain, tmp_path / "run", "--train.epochs", "1000", "--distributed.device", "cpu")
+    second = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", expect=2)
+    assert "in use by another run" in second.stderr and second.stderr.count("\n") == 1
+    launcher.kill()
+    launcher.communicate()
+    give_up = time.monotonic() + 10
+    while ranks_of(tmp_path / "run"):
+        assert time.monotonic() < give_up, "ranks outlived their launcher"
+        time.sleep(0.1)
+
+
+def test_a_spawned_rank_that_fails_tells_why(baked: Bake, bake: Bake, tmp_path: Path) -> None:
+    broken = bake(launcher="spawn")
+    loop = broken / "src" / "my_experiment" / "train.py"
+    fault = '        if self.world.rank == 1:\n            raise ZeroDivisionError("planted")\n'
+    source = loop.read_text()
+    loop.write_text(source.replace("        progress, train = self.progress, self.config.train\n", fault + "\\0", 1))
+    loop.write_text(loop.read_text().replace("\\0", "        progress, train = self.progress, self.config.train\n"))
+    assert loop.read_text() != source
+    done = launch(broken, "train", *SHORT, "--run.dir", tmp_path, expect=1)
+    assert "ZeroDivisionError: planted" in done.stderr and "Process 1 terminated" in done.stderr
+
+
+def test_a_terminal_shows_a_progress_bar(plain: Path, tmp_path: Path) -> None:
+    words = ["train", *SHORT, "--run.dir", str(tmp_path)]
+    terminal = os.environ | {"PYTHON": sys.executable, "NPROC": "2", "TERM": "xterm"}
+    child = pexpect.spawn(str(plain / "scripts/launch.sh"), words, env=terminal, encoding="utf-8", timeout=120)
+    child.expect("first step done [0-9.]+ s after the start")
+    child.expect(r"100%.* 6/6 \[")
+    child.expect("accuracy")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
