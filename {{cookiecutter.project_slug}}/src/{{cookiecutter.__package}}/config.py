@@ -228,6 +228,10 @@ def check(config: Config, world_size: int, training: bool) -> None:
         for key, value in section.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}.{key} is {value}; give a finite number")
+    if config.run.seed >= 2**32:
+        raise UserError(f"run.seed is {config.run.seed}; give a number below 2**32")
+    if not all(0 <= beta < 1 for beta in config.optim.betas):
+        raise UserError(f"optim.betas is {list(config.optim.betas)}; give two numbers from 0 to below 1")
     config.parallel.check(world_size, config.train.microbatches)
     data_size = config.parallel.data_size(world_size)
     share = data_size * config.train.microbatches

@@ -71,22 +71,23 @@ class Trainer:
 
     def run_epoch(self) -> None:
         """Train on what is left of the current epoch, or until the last step."""
-        progress, train = self.progress, self.config.train
+        progress, config = self.progress, self.config
         self.sampler.set_epoch(progress.epoch, start=progress.samples)
         for inputs, targets in self.loader:
+            lr = float(self.scheduler.get_last_lr()[0])
             loss, norm = self.step(inputs, targets)
             progress.step += 1
-            progress.samples += self.config.data.global_batch_size
+            progress.samples += config.data.global_batch_size
             self.tracker.advance()
             if progress.step == self.first_step + 1:
                 self.after_first_step()
             last = progress.step == self.total_steps
-            if last or is_due(progress.step, train.log_every):
-                self.log(loss, norm)
+            if last or is_due(progress.step, config.train.log_every):
+                self.log(loss, norm, lr)
             # Evaluation first: the checkpoint then knows whether it is the best.
-            if last or is_due(progress.step, train.eval_every):
+            if last or is_due(progress.step, config.train.eval_every):
                 self.evaluate()
-            if last or is_due(progress.step, self.config.checkpoint.every_steps):
+            if last or is_due(progress.step, config.checkpoint.every_steps):
                 self.save()
             if last:
                 return
@@ -128,12 +129,11 @@ class Trainer:
         """Measure throughput from here on."""
         self.clock, self.clock_step = time.perf_counter(), self.progress.step
 
-    def log(self, loss: Tensor, norm: Tensor | None) -> None:
+    def log(self, loss: Tensor, norm: Tensor | None, lr: float) -> None:
         """Record the step just done; the one place in the loop that waits for the device."""
         dist.all_reduce(loss)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
-        record["loss"] = loss.item()
-        record["lr"] = self.optimizer.param_groups[0]["lr"]
+        record |= {"loss": loss.item(), "lr": lr}
         if norm is not None:
             record["grad_norm"] = norm.item()
         steps, seconds = self.progress.step - self.clock_step, time.perf_counter() - self.clock
