@@ -36,6 +36,12 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("answers", [{"paralelism": "ddp"}, {"tracker": "tensorbored"}, {"docker": "false"}])
+def test_the_fixture_refuses_what_cookiecutter_would_ignore(bake: Bake, answers: dict[str, str]) -> None:
+    with pytest.raises(AssertionError):
+        bake(**answers)
+
+
 @pytest.mark.parametrize(("question", "answer", "reason"), REFUSED)
 def test_an_answer_that_cannot_work_is_refused(question: str, answer: str, reason: str, tmp_path: Path) -> None:
     words = [BIN / "cookiecutter", TEMPLATE, "--no-input", "--output-dir", "out", "launcher=spawn"]

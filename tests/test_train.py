@@ -135,9 +135,10 @@ def test_a_finished_run_is_left_as_it_is(project: Path, finished: Path) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 3])
-def test_evaluate_prints_the_figures(project: Path, finished: Path, nproc: int) -> None:
-    path = finished / "checkpoints" / "step-00000025.pt"
-    record = json.loads(launch(project, "evaluate", "--checkpoint", path, nproc=nproc).stdout.splitlines()[-1])
+def test_evaluate_tells_the_figures(project: Path, finished: Path, nproc: int, tmp_path: Path) -> None:
+    words = ("evaluate", "--checkpoint", finished / "checkpoints" / "step-00000025.pt")
+    record = json.loads(launch(project, *words, "--run.dir", tmp_path / "new", nproc=nproc).stdout.splitlines()[-1])
+    assert records(tmp_path / "new", "eval") == [record]
     expected = records(finished, "eval")[-1]
     assert record.keys() == expected.keys()
     assert record["num_samples"] == 360 and record["accuracy"] == expected["accuracy"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,5 @@ from support import launch
 
 @pytest.mark.parametrize("attempt", range(2))
 def test_a_clean_run_exits_with_zero(tmp_path: Path, attempt: int) -> None:
-    run = tmp_path / f"clean{attempt}"
-    launch("train", "--train.max_steps", "3", "--run.dir", str(run), nproc=2)
-    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(run) not in processes
+    # Ends when the last process that holds the launcher's output is gone: one left behind would run into the timeout.
+    launch("train", "--train.max_steps", "3", "--run.dir", str(tmp_path / f"{attempt}"), nproc=2)

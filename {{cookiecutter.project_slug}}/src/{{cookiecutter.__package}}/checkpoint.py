@@ -77,7 +77,7 @@ class Checkpointer:
         """
         state = self.parallel.state_dict(self.optimizer)
         rng: list[Any] | None = [None] * self.world.size if self.world.is_main else None
-        dist.gather_object(get_rng_state(), rng)
+        dist.gather_object(get_rng_state(self.world.device), rng)
 
         def write() -> None:
             state.update({name: other.state_dict() for name, other in self.others.items()})
@@ -107,7 +107,7 @@ class Checkpointer:
         for name, other in self.others.items():
             other.load_state_dict(header[name])
         if len(header["rng"]) == self.world.size:
-            set_rng_state(header["rng"][self.world.rank])
+            set_rng_state(header["rng"][self.world.rank], self.world.device)
         return Progress(**header["progress"])
 
 

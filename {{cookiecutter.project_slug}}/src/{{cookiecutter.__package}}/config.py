@@ -29,7 +29,8 @@ class RunConfig:
     """Where the run writes, and what makes it repeatable."""
 
     dir: str = "runs/default"
-    """Directory of everything that the run leaves behind; made if missing."""
+    """Directory of everything that the run leaves behind; made if missing. Where it is given, evaluate appends its
+    record to metrics.jsonl there; otherwise it only prints."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, the order of the data and its augmentation."""
 
@@ -84,6 +85,9 @@ class TrainConfig:
     """Pieces into which a rank cuts its share of the batch, to save memory; the result stays the same."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward; weights stay in fp32, and fp16 scales its loss."""
+    exact: bool = True
+    """On NVIDIA GPUs: convolutions in full fp32 rather than TF32, by algorithms that give the same bits each time; turn
+    it off for speed, where results may move in their last digits."""
     compile: bool = False
     """Compile every block of the model with torch.compile."""
     clip_grad_norm: PositiveFloat | None = 1.0
@@ -171,8 +175,10 @@ def parse(argv: Sequence[str]) -> tuple[str, Config, str | None]:
 
     parser = Parser(prog=__package__, description="Distributed training in plain PyTorch.")
     commands = parser.add_subcommands(required=True, dest="command")
-    commands.add_subcommand("train", settings_parser(), help="train, or go on from the newest checkpoint of run.dir")
-    commands.add_subcommand("evaluate", settings_parser(), help="score --checkpoint PATH on the whole test set")
+    train, evaluate = settings_parser(), settings_parser()
+    evaluate.set_defaults({"run.dir": ""})
+    commands.add_subcommand("train", train, help="train, or go on from the newest checkpoint of run.dir")
+    commands.add_subcommand("evaluate", evaluate, help="score --checkpoint PATH on the whole test set")
     parsed = parser.parse_args(rest)
 
     settings, training = parsed[parsed.command], parsed.command == "train"

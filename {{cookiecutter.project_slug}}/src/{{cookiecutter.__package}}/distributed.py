@@ -160,20 +160,20 @@ def seed_rank(seed: int, rank: int) -> None:
     torch.manual_seed(seed + rank)
 
 
-def get_rng_state() -> dict[str, Any]:
-    """State of this process's random number generators, in types that ``torch.load(weights_only=True)`` reads."""
+def get_rng_state(device: torch.device) -> dict[str, Any]:
+    """State of this rank's random number generators, in types that ``torch.load(weights_only=True)`` reads."""
     numpy_state: Any = np.random.get_state()
     name, keys, *rest = numpy_state
     state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
-    if torch.accelerator.is_available():
-        state["accelerator"] = torch.get_device_module().get_rng_state()
+    if device.type != "cpu":
+        state["accelerator"] = torch.get_device_module(device).get_rng_state()
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Put back what ``get_rng_state`` gave."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "accelerator" in state and torch.accelerator.is_available():
-        torch.get_device_module().set_rng_state(state["accelerator"])
+    if device.type != "cpu" and "accelerator" in state:
+        torch.get_device_module(device).set_rng_state(state["accelerator"])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from . import checkpoint, dataset
 from .config import Config, ModelConfig
 from .data import EvalSampler, build_loader
-from .distributed import World
+from .distributed import World, on_main
 from .model import build_model
 from .parallel import Parallel
 
@@ -89,7 +89,7 @@ def merge(shares: list[Scores], length: int) -> Scores:
 
 
 def evaluate(path: str, config: Config, world: World) -> None:
-    """Score the checkpoint at ``path`` on the test set and print the figures, as one line of JSON.
+    """Score the checkpoint at ``path`` on the test set and tell the figures.
 
     The network is the one that was saved: the checkpoint's own ``model`` settings are used.
 
@@ -103,5 +103,14 @@ def evaluate(path: str, config: Config, world: World) -> None:
     parallel.load_state_dict(state)
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
     record |= Evaluator(test_set, parallel, config)()
-    if world.is_main:
-        print(json.dumps(record))
+    on_main(lambda: tell(record, config.run.dir), world)
+
+
+def tell(record: dict[str, Any], folder: str) -> None:
+    """Print a record as one line of JSON, and append it to ``folder``'s metrics, if a folder is given."""
+    line = json.dumps(record)
+    print(line)
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with open(Path(folder) / "metrics.jsonl", "a", encoding="utf-8") as metrics:
+            metrics.write(line + "\n")
