@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import TEMPLATE, Bake, run
+from conftest import CHOICES, TEMPLATE, Bake, run
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,11 @@ def test_the_make_targets_of_a_project(bake: Bake, answers: dict[str, object], m
     assert (project / "runs" / "default" / "curves.png").exists()
 
 
+def test_every_strategy_passes_the_tests_that_it_ships(bake: Bake) -> None:
+    for parallelism in CHOICES["parallelism"][1:]:  # The first one is the default project above.
+        run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", cwd=bake(parallelism, parallelism=parallelism))
+
+
 def test_setup_leaves_a_larger_repository_alone(bake: Bake, tmp_path: Path) -> None:
     run("git", "init", "--quiet", cwd=tmp_path)
     project = bake()
@@ -51,7 +57,7 @@ def test_make_demo(tmp_path: Path) -> None:
         if (TEMPLATE / name).exists():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(TEMPLATE / name, tmp_path / name)
-    environment = Path(shutil.which("pytest", path=str(Path(__import__("sys").executable).parent)) or "").parents[1]
+    environment = Path(shutil.which("pytest", path=str(Path(sys.executable).parent)) or "").parents[1]
     (tmp_path / ".venv").symlink_to(environment)
     (environment / "installed").touch()
     words = ["make", "demo", "launcher=spawn", 'project_name=It\'s "mine" & $HOME']

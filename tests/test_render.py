@@ -23,6 +23,8 @@ every_combination = pytest.mark.parametrize("answers", list(combinations()), ids
 # Words that only one answer brings; a project with another answer shows none of them. The table of answers in
 # pyproject.toml is left out.
 TRACES = {
+    ("parallelism", "ddp"): r"\bddp\b(?!-template)|DistributedDataParallel|no_sync",
+    ("parallelism", "fsdp"): r"fsdp|fully.shard",
     ("tracker", "tensorboard"): r"tensorboard",
     ("launcher", "spawn"): r"\bspawn|launch\.py",
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone",
@@ -154,3 +156,11 @@ def test_size_of_the_package(baked: Bake) -> None:
     assert max(lines.values()) < 300, lines
     assert lines["parallel.py"] < 250
     assert sum(lines.values()) < 1750, lines
+
+
+def test_only_the_seam_knows_how_the_work_is_split(baked: Bake) -> None:
+    trees = [read_tree(baked(parallelism=value)) for value in CHOICES["parallelism"]]
+    for tree in trees[1:]:
+        assert tree.keys() == trees[0].keys()
+        different = {Path(name).name for name in tree if tree[name] != trees[0][name]}
+        assert different == {"README.md", "parallel.py", "config.py", "pyproject.toml"}

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,16 +30,30 @@ LONGER = (
 ).split()
 
 
-@pytest.fixture(scope="session", params=CHOICES["launcher"])
+VARIANTS = [
+    {"parallelism": "ddp", "launcher": "torchrun", "tracker": "none"},
+    {"parallelism": "fsdp", "launcher": "spawn", "tracker": "tensorboard"},
+]
+for question in ("parallelism", "launcher", "tracker"):
+    assert {variant[question] for variant in VARIANTS} == set(CHOICES[question]), f"a {question} is not trained"
+
+
+@pytest.fixture(scope="session", params=VARIANTS, ids=lambda variant: "-".join(variant.values()))
 def project(request: pytest.FixtureRequest, baked: Bake) -> Path:
-    """A project for each launcher; the one with TensorBoard shows that it costs the others nothing."""
-    return baked(launcher=request.param, tracker="tensorboard" if request.param == "spawn" else "none")
+    """Projects that have every way to split the work, every launcher and every tracker among them."""
+    return baked(**request.param)
 
 
 @pytest.fixture(scope="session")
 def plain(baked: Bake) -> Path:
-    """The default project, where the launcher makes no difference."""
+    """The default project, where the choices make no difference."""
     return baked()
+
+
+@pytest.fixture(scope="session", params=CHOICES["parallelism"])
+def strategy(request: pytest.FixtureRequest, baked: Bake) -> Path:
+    """A project for each way to split the work."""
+    return baked(parallelism=request.param)
 
 
 def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -145,13 +160,40 @@ def test_evaluate_tells_the_figures(project: Path, finished: Path, nproc: int, t
     assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_another_number_of_ranks_goes_on(plain: Path, tmp_path: Path) -> None:
-    launch(plain, "train", *SHORT, "--train.max_steps", "3", "--run.dir", tmp_path / "a")
+@pytest.mark.parametrize(
+    ("parallelism", "settings"),
+    [
+        ("ddp", "--parallel.static_graph true"),
+        ("ddp", "--parallel.find_unused_parameters true --parallel.bucket_cap_mb 0.1"),
+        ("fsdp", "--parallel.reshard_after_forward false --train.microbatches 2"),
+        ("fsdp", "--parallel.replicas 2"),
+    ],
+)
+def test_settings_of_a_strategy_leave_the_result_alone(
+    baked: Bake, alone_losses: list[float], tmp_path: Path, parallelism: str, settings: str
+) -> None:
+    launch(baked(parallelism=parallelism), "train", *SHORT, *settings.split(), "--run.dir", tmp_path, nproc=4)
+    assert [r["loss"] for r in records(tmp_path, "train")] == pytest.approx(alone_losses, rel=1e-5)
+
+
+@pytest.fixture(scope="session")
+def alone_losses(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a short run in one process."""
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    alone(plain, "train", *SHORT, "--run.dir", folder)
+    return [record["loss"] for record in records(folder, "train")]
+
+
+@pytest.mark.parametrize("first", CHOICES["parallelism"])
+@pytest.mark.parametrize("then", CHOICES["parallelism"])
+def test_a_run_goes_on_under_another_strategy_and_number_of_ranks(
+    baked: Bake, alone_losses: list[float], tmp_path: Path, first: str, then: str
+) -> None:
+    launch(baked(parallelism=first), "train", *SHORT, "--train.max_steps", "3", "--run.dir", tmp_path / "a")
     start = tmp_path / "a" / "checkpoints" / "step-00000003.pt"
-    launch(plain, "train", *SHORT, "--run.dir", tmp_path / "b", "--checkpoint.resume", start, nproc=4)
-    alone(plain, "train", *SHORT, "--run.dir", tmp_path / "c")
-    split, whole = ([r["loss"] for r in records(tmp_path / name, "train")] for name in "bc")
-    assert split == pytest.approx(whole[3:], rel=1e-5)
+    words = ("--run.dir", tmp_path / "b", "--checkpoint.resume", start)
+    launch(baked(parallelism=then), "train", *SHORT, *words, nproc=4)
+    assert [r["loss"] for r in records(tmp_path / "b", "train")] == pytest.approx(alone_losses[3:], rel=1e-5)
 
 
 def test_resume_refuses_what_would_mix_two_runs(plain: Path, tmp_path: Path) -> None:
@@ -216,21 +258,18 @@ def test_a_damaged_checkpoint_is_refused(plain: Path, tmp_path: Path, damage: Ca
         "--train.precision bf16",
         "--train.precision fp16",
         "--train.compile true --train.max_steps 3",
-        "--model.norm batch --train.microbatches 2",
-        "--parallel.static_graph true",
-        "--parallel.find_unused_parameters true --parallel.bucket_cap_mb 0.1",
-        "--data.num_workers 1 --train.clip_grad_norm null --train.eval_every null",
+        "--model.norm batch --train.microbatches 2 --data.num_workers 1 --train.clip_grad_norm null",
     ],
 )
-def test_settings_train(plain: Path, tmp_path: Path, settings: str) -> None:
-    launch(plain, "train", *SHORT, *settings.split(), "--run.dir", tmp_path)
+def test_settings_train(strategy: Path, tmp_path: Path, settings: str) -> None:
+    launch(strategy, "train", *SHORT, *settings.split(), "--run.dir", tmp_path)
     losses = [record["loss"] for record in records(tmp_path, "train")]
     assert len(losses) in (3, 6) and all(1.5 < loss < 3.5 for loss in losses)
 
 
 @pytest.mark.parametrize("method", ["file", "tcp"])
 def test_ranks_meet_where_they_are_told(plain: Path, tmp_path: Path, method: str) -> None:
-    with __import__("socket").create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     place = f"file://{tmp_path}/meet" if method == "file" else f"tcp://127.0.0.1:{port}"
     launch(plain, "train", *SHORT, "--run.dir", tmp_path / "run", "--distributed.init_method", place)
@@ -241,6 +280,8 @@ def test_ranks_meet_where_they_are_told(plain: Path, tmp_path: Path, method: str
     ("settings", "named"),
     [
         ("--parallel.static_graph true --train.microbatches 2", "parallel.static_graph"),
+        ("--run.seed 4294967296", "run.seed"),
+        ("--optim.betas [0.9,1.5]", "optim.betas"),
         ("--distributed.backend mpi", "distributed.backend"),
         ("--distributed.backend nccl", "distributed.backend"),
         ("--model.width 12", "model.width"),

@@ -122,6 +122,9 @@ def rendezvous(init_method: str, world: World) -> dict[str, Any]:
     """Where the ranks meet, as arguments of ``init_process_group``; a lone process meets nobody and needs no port."""
     if world.size == 1 and init_method == "env://":
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    if init_method.startswith("tcp://"):
+        # The launcher's own store is at another place: rank 0 has to open one here, and all would wait for it.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return {"init_method": init_method, "rank": world.rank, "world_size": world.size}
 
 

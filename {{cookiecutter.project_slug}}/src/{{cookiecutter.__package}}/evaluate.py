@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ class Evaluator:
 
     def __init__(self, samples: Any, parallel: Parallel, config: Config) -> None:
         self.parallel = parallel
-        self.length = len(samples)
+        self.samples, self.length = samples, len(samples)
         self.sampler = EvalSampler(self.length, parallel.data_rank, parallel.data_size)
         self.loader = build_loader(
             samples, self.sampler, config.data.eval_batch_size, config.data, device=parallel.device
         )
+        # Of all ranks, rank 0 has the most samples.
+        self.batches = math.ceil(math.ceil(self.length / parallel.data_size) / config.data.eval_batch_size)
 
     def __call__(self) -> dict[str, Any]:
         """The figures of the whole dataset, the same on every rank; a collective.
@@ -63,6 +66,9 @@ class Evaluator:
             inputs, targets = (x.to(self.parallel.device, non_blocking=True) for x in (inputs, targets))
             for name, values in dataset.score(self.parallel.predict(inputs), targets).items():
                 scores.setdefault(name, []).append(values)
+        # The model may have to be run by all ranks together: one that has no samples left runs it on any, for nothing.
+        for _ in range(self.batches - len(self.loader)):
+            self.parallel.predict(self.samples[0, 0][0][None].to(self.parallel.device))
         arrays = {name: torch.cat(values).cpu().numpy() for name, values in scores.items()}
         return {**arrays, "index": np.array(self.sampler.indices, dtype=np.int64)}
 

@@ -1,0 +1,26 @@
+@dataclass
+class ParallelConfig:
+    """Fully sharded data parallel; the settings are those of torch.distributed.fsdp.fully_shard."""
+
+    replicas: PositiveInt = 1
+    """Groups of ranks that each hold the whole model between them (hybrid sharding, one group a machine, say); 1 shards
+    it over all ranks."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward and gather them again for its backward; off holds them in
+    between, which costs memory and saves a third of the messages."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer state in the memory of the host; only for accelerators."""
+
+    def data_size(self, world_size: int) -> int:
+        """Parts that the global batch is cut into: one a rank."""
+        return world_size
+
+    def check(self, world_size: int, microbatches: int) -> None:
+        """Refuse a layout that the ranks do not fill.
+
+        Raises:
+            UserError: naming the setting, and what would work.
+        """
+        if world_size % self.replicas:
+            fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise UserError(f"parallel.replicas is {self.replicas}, but {world_size} rank(s) divide into {fits}")

@@ -1,0 +1,164 @@
+"""Fully sharded data parallel: every rank holds a shard of each block and reads its share of each batch.
+
+Before a block runs, its weights are gathered from all ranks, and freed after it; its gradients are averaged and
+scattered, so that a rank keeps those of its own shard and updates that alone. The ranks compute what they would compute
+with the whole model in each of them, in 1/N of its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .config import Config, ParallelConfig, UserError
+from .distributed import World
+
+# What blocks compute in; shards stay in fp32, and gradients are averaged in it.
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Parallel:
+    """The model, spread over the ranks. All that the rest of the package knows of how the work is split is this class.
+
+    Attributes:
+        data_rank: Which share of every batch this rank reads.
+        data_size: Number of such shares.
+    """
+
+    def __init__(
+        self, model: nn.Sequential, loss_fn: Callable[[Tensor, Tensor], Tensor], config: Config, world: World
+    ) -> None:
+        """Spread ``model``, which has to hold the same weights on every rank.
+
+        Args:
+            model: A sequence of named blocks, on the CPU.
+            loss_fn: Takes outputs and targets, gives their mean loss as a scalar.
+            config: The run's settings.
+            world: This process's place.
+
+        Raises:
+            UserError: if the settings do not fit the device.
+        """
+        self.data_rank, self.data_size = world.rank, config.parallel.data_size(world.size)
+        self.device = world.device
+        self.loss_fn = loss_fn
+        self.microbatches = config.train.microbatches
+        if config.parallel.cpu_offload and self.device.type == "cpu":
+            raise UserError("parallel.cpu_offload is on, but this run is on the CPU already; turn it off")
+        if config.train.compile:
+            for block in model:
+                block.compile()
+        dtype = COMPUTE[config.train.precision]
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        self.module = model.to(self.device)
+        self.sharded = shard(model, build_mesh(config.parallel, world), policy, config.parallel)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards that this rank optimizes, under the names that the parameters have in ``model``."""
+        return self.module.named_parameters()
+
+    def train(self) -> None:
+        """Switch the model to training."""
+        self.module.train()
+
+    def eval(self) -> None:
+        """Switch the model to evaluation; a collective."""
+        self.average_buffers()
+        self.module.eval()
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        """Forward and backward of one global batch, of which this rank has a share.
+
+        Leaves in every shard the gradient of the mean loss over the global batch (times the scaler's factor).
+
+        Args:
+            inputs: This rank's inputs, ``global_batch_size / data_size`` of them.
+            targets: Their targets.
+            scaler: Scales the loss of fp16, and nothing else.
+
+        Returns:
+            This rank's part of the mean loss, a detached scalar on the device: the sum over all ranks is the mean.
+        """
+        total = torch.zeros((), device=self.device)
+        pieces = list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
+        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+            # Gradients add up locally; the reduce-scatter waits for the last micro-batch.
+            self.sharded.set_requires_gradient_sync(number == len(pieces))
+            loss = self.loss_fn(self.module(some_inputs), some_targets) / len(pieces)
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        return total / self.data_size
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """The model's outputs for this rank's ``inputs``; a collective, for blocks are gathered on the way."""
+        return self.module(inputs)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Full tensors on the CPU under the model's own names, on rank 0 (elsewhere empty); a collective.
+
+        Returns:
+            ``model`` and ``optimizer``, whose state is keyed by parameter name.
+        """
+        self.average_buffers()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return {
+            "model": get_model_state_dict(self.module, options=options),
+            "optimizer": get_optimizer_state_dict(self.module, optimizer, options=options),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take what ``state_dict`` gave on rank 0 (elsewhere ``state`` is not looked at); a collective."""
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.module, state.get("model", {}), options=options)
+        if optimizer is not None:
+            set_optimizer_state_dict(self.module, optimizer, state.get("optimizer", {}), options=options)
+
+    def average_buffers(self) -> None:
+        """Make the running statistics of BatchNorm the mean over the ranks, each of which saw other samples."""
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point() and self.data_size > 1:
+                dist.all_reduce(buffer)
+                buffer /= self.data_size
+
+
+def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
+    """The ranks in a line, over which each block is sharded; or in a grid, whose rows each hold the whole model."""
+    if config.replicas == 1:
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    shape = (config.replicas, world.size // config.replicas)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(
+    model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig
+) -> FSDPModule:
+    """Shard each block, which is then gathered as one; and at the root whatever belongs to no block."""
+    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    for block in model:
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=config.reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
+    return fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
