@@ -155,7 +155,7 @@ def test_size_of_the_package(baked: Bake) -> None:
     lines = {path.name: len(path.read_text().splitlines()) for path in package.glob("*.py")}
     assert max(lines.values()) < 300, lines
     assert lines["parallel.py"] < 250
-    assert sum(lines.values()) < 1750, lines
+    assert sum(lines.values()) < 1800, lines
 
 
 def test_only_the_seam_knows_how_the_work_is_split(baked: Bake) -> None:

@@ -204,8 +204,10 @@ def test_resume_refuses_what_would_mix_two_runs(plain: Path, tmp_path: Path) -> 
     start = tmp_path / "b" / "checkpoints" / "step-00000006.pt"
     mixed = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", start, expect=2)
     assert "give another run.dir" in mixed.stderr and mixed.stderr.count("\n") == 1
+    settings = (tmp_path / "a" / "config.yaml").read_text()
     wider = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--model.width", "64", expect=2)
     assert "model.width = 32" in wider.stderr and wider.stderr.count("\n") == 1
+    assert (tmp_path / "a" / "config.yaml").read_text() == settings
 
 
 def cut_short(path: Path) -> None:

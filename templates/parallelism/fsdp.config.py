@@ -8,8 +8,6 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward and gather them again for its backward; off holds them in
     between, which costs memory and saves a third of the messages."""
-    cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in the memory of the host; only for accelerators."""
 
     def data_size(self, world_size: int) -> int:
         """Parts that the global batch is cut into: one a rank."""

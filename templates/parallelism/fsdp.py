@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .config import Config, ParallelConfig, UserError
+from .config import Config, ParallelConfig
 from .distributed import World
 
 # What blocks compute in; shards stay in fp32, and gradients are averaged in it.
@@ -49,21 +49,16 @@ class Parallel:
             loss_fn: Takes outputs and targets, gives their mean loss as a scalar.
             config: The run's settings.
             world: This process's place.
-
-        Raises:
-            UserError: if the settings do not fit the device.
         """
         self.data_rank, self.data_size = world.rank, config.parallel.data_size(world.size)
         self.device = world.device
         self.loss_fn = loss_fn
         self.microbatches = config.train.microbatches
-        if config.parallel.cpu_offload and self.device.type == "cpu":
-            raise UserError("parallel.cpu_offload is on, but this run is on the CPU already; turn it off")
         if config.train.compile:
             for block in model:
                 block.compile()
         dtype = COMPUTE[config.train.precision]
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self.module = model.to(self.device)
         self.sharded = shard(model, build_mesh(config.parallel, world), policy, config.parallel)
 
@@ -152,13 +147,6 @@ def shard(
     model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig
 ) -> FSDPModule:
     """Shard each block, which is then gathered as one; and at the root whatever belongs to no block."""
-    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     for block in model:
-        fully_shard(
-            block,
-            mesh=mesh,
-            reshard_after_forward=config.reshard_after_forward,
-            mp_policy=precision,
-            offload_policy=offload,
-        )
-    return fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=config.reshard_after_forward)
+    return fully_shard(model, mesh=mesh, mp_policy=precision)

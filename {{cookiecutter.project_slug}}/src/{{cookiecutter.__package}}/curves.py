@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from .dataset import BEST_BY
+from .rundir import replace_text
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -19,9 +19,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def cut_metrics(path: Path, step: int) -> None:
     """Drop the records after ``step``, which a run that goes on from there writes again."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def draw_curves(metrics: Path, image: Path) -> None:

@@ -60,8 +60,8 @@ def find_start(config: Config) -> list[Path]:
     return [path]
 
 
-def take_run(config: Config, world_size: int, device: str) -> list[Path]:
-    """Take the run directory for this job, which holds it until its process ends, and say there what the job is.
+def take_run(config: Config) -> list[Path]:
+    """Take the run directory for this job, which holds it until its process ends.
 
     Returns:
         The checkpoints that the run may go on from, first choice first.
@@ -70,12 +70,25 @@ def take_run(config: Config, world_size: int, device: str) -> list[Path]:
         UserError: if the directory is in use, or ``checkpoint.resume`` forbids it.
         OSError: if it cannot be written.
     """
-    start, folder = find_start(config), Path(config.run.dir)
+    find_start(config)  # Refuses before anything is written.
+    folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    return find_start(config)  # Whoever had the lock until now may have saved.
+
+
+def sign_run(config: Config, world_size: int, device: str) -> None:
+    """Say in the run directory what the job is: its settings and where it came from."""
+    folder = Path(config.run.dir)
+    replace_text(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
     write_provenance(folder / "provenance.json", world_size, device)
-    return start
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that it is there as a whole, old or new, at any moment."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def lock(folder: Path, patience: float = 10.0) -> None:
@@ -106,9 +119,7 @@ def write_provenance(path: Path, world_size: int, device: str) -> None:
         last = json.loads(path.read_text(encoding="utf-8"))
         earlier = [last, *last.pop("earlier", [])]
     content = describe(world_size, device) | {"earlier": earlier}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def describe(world_size: int, device: str) -> dict[str, Any]:

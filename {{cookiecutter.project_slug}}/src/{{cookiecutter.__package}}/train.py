@@ -19,7 +19,7 @@ from .distributed import World, on_main, seed_rank, shorten_timeout
 from .evaluate import Evaluator
 from .model import build_model
 from .parallel import Parallel
-from .rundir import take_run
+from .rundir import sign_run, take_run
 from .tracking import Tracker
 
 
@@ -29,9 +29,10 @@ def train(config: Config, world: World) -> None:
     Raises:
         UserError: if the settings do not fit the data, the model or the run directory.
     """
-    candidates = on_main(lambda: take_run(config, world.size, str(world.device)), world)
+    candidates = on_main(lambda: take_run(config), world)
     trainer = Trainer(config, world)
     trainer.progress = trainer.checkpointer.restore(candidates)
+    on_main(lambda: sign_run(config, world.size, str(world.device)), world)
     trainer.run()
 
 
