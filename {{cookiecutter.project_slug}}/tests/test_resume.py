@@ -11,16 +11,17 @@ import torch
 
 from support import command, environment, launch, load_model, read_records
 
-SETTINGS = "--train.max_steps 40 --train.log_every 1 --train.eval_every 15 --checkpoint.every_steps 4".split()
+STEPS = 40
+SETTINGS = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 15 --checkpoint.every_steps 4".split()
 
 
 def kill_at(step: int, run: Path) -> None:
-    """Start the run, and SIGKILL its launcher when it has logged ``step``; the ranks have to go by themselves."""
+    """Start the run, and SIGKILL its launcher when it has logged ``step``; the ranks have to end by themselves."""
     launcher = subprocess.Popen(
         command("train", *SETTINGS, "--run.dir", str(run)),
         env=environment(2),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     give_up = time.monotonic() + 120
     while not reached(step, run):
@@ -28,7 +29,8 @@ def kill_at(step: int, run: Path) -> None:
         assert time.monotonic() < give_up, f"step {step} was not reached"
         time.sleep(0.01)
     launcher.send_signal(signal.SIGKILL)
-    launcher.wait()
+    launcher.communicate()  # Returns when the last process that holds the launcher's output is gone.
+    assert not reached(STEPS, run), "the ranks went on without their launcher"
 
 
 def reached(step: int, run: Path) -> bool:
