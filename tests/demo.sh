@@ -15,7 +15,7 @@ print("test accuracy {accuracy:.4f} on all {num_samples} samples, after {step} s
 cat <<END
 
 Next:
-  cd $PWD
+  cd demo/${PWD##*/}
   make setup                                     # its own environment, git repository and pre-commit hook
   make test                                      # proves that splitting the work does not change the result
   NPROC=4 scripts/launch.sh train --run.dir runs/four-ranks
