@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -88,6 +89,14 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
 def read_tree(project: Path) -> dict[str, bytes]:
     """Every file of a project: relative path and content."""
     return {str(p.relative_to(project)): p.read_bytes() for p in sorted(project.rglob("*")) if p.is_file()}
+
+
+def copy_tracked(folder: Path) -> None:
+    """Copy what git tracks of the template into ``folder``, as it is in the working tree."""
+    for name in run("git", "ls-files", cwd=TEMPLATE).stdout.splitlines():
+        if (TEMPLATE / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(TEMPLATE / name, folder / name)
 
 
 def run(*words: str | Path, cwd: Path, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:

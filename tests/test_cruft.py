@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import TEMPLATE, Bake, read_tree, run
+from conftest import Bake, copy_tracked, read_tree, run
 
 CRUFT = Path(sys.executable).with_name("cruft")
 
@@ -17,10 +16,7 @@ CRUFT = Path(sys.executable).with_name("cruft")
 def repository(tmp_path: Path) -> Path:
     """The template as a repository of its own: what git tracks here, in one commit."""
     copy = tmp_path / "template"
-    for name in run("git", "ls-files", cwd=TEMPLATE).stdout.splitlines():
-        if (TEMPLATE / name).exists():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(TEMPLATE / name, copy / name)
+    copy_tracked(copy)
     commit(copy)
     return copy
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CHOICES, TEMPLATE, Bake, run
+from conftest import CHOICES, Bake, copy_tracked, run
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +52,7 @@ def test_setup_leaves_a_larger_repository_alone(bake: Bake, tmp_path: Path) -> N
 
 def test_make_demo(tmp_path: Path) -> None:
     """`make demo` on a copy of what git tracks, with this environment in place of one that it would make."""
-    tracked = run("git", "ls-files", cwd=TEMPLATE).stdout.splitlines()
-    for name in tracked:
-        if (TEMPLATE / name).exists():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(TEMPLATE / name, tmp_path / name)
+    copy_tracked(tmp_path)
     environment = Path(shutil.which("pytest", path=str(Path(sys.executable).parent)) or "").parents[1]
     (tmp_path / ".venv").symlink_to(environment)
     (environment / "installed").touch()

@@ -39,17 +39,24 @@ def texts(project: Path) -> dict[str, str]:
     return read
 
 
+def parse(path: Path, scratch: Path) -> None:
+    """Raise an error unless a file is what its name says."""
+    if path.suffix == ".py":
+        py_compile.compile(str(path), cfile=str(scratch / "compiled"), doraise=True)
+    elif path.suffix in (".yaml", ".yml"):
+        yaml.safe_load(path.read_text())
+    elif path.suffix == ".json":
+        json.loads(path.read_text())
+    elif path.suffix == ".toml":
+        tomllib.loads(path.read_text())
+
+
 @every_combination
 def test_files_parse(baked: Bake, answers: dict[str, Any], tmp_path: Path) -> None:
     project = baked(**answers)
     for path in project.rglob("*"):
-        if path.suffix == ".py":
-            py_compile.compile(str(path), cfile=str(tmp_path / "compiled"), doraise=True)
-        elif path.suffix in (".yaml", ".yml"):
-            yaml.safe_load(path.read_text())
-        elif path.suffix == ".json":
-            json.loads(path.read_text())
-        elif path.suffix == ".sh":
+        parse(path, tmp_path)
+        if path.suffix == ".sh":
             assert os.access(path, os.X_OK)
     settings = tomllib.loads((project / "pyproject.toml").read_text())
     told = settings["tool"]["ddp-template"]
@@ -142,12 +149,7 @@ def test_template_sources_parse_before_they_are_rendered(tmp_path: Path) -> None
     sources = [path for folder in folders for path in folder.rglob("*")]
     assert len(sources) > 40
     for path in sources:
-        if path.suffix == ".py":
-            py_compile.compile(str(path), cfile=str(tmp_path / "compiled"), doraise=True)
-        elif path.suffix in (".yaml", ".yml"):
-            yaml.safe_load(path.read_text())
-        elif path.suffix == ".toml":
-            tomllib.loads(path.read_text())
+        parse(path, tmp_path)
 
 
 def test_size_of_the_package(baked: Bake) -> None:

@@ -18,11 +18,12 @@ def main(argv: Sequence[str]) -> None:
     end_with_launcher()
     command, config, checkpoint = parse(argv)
     # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
-    from .distributed import process_group
+    from .distributed import choose_arithmetic, process_group
     from .evaluate import evaluate
     from .train import train
 
     try:
+        choose_arithmetic(config.train.exact)
         with process_group(config.distributed) as world:
             if command == "train":
                 train(config, world)

@@ -128,6 +128,12 @@ def rendezvous(init_method: str, world: World) -> dict[str, Any]:
     return {"init_method": init_method, "rank": world.rank, "world_size": world.size}
 
 
+def choose_arithmetic(exact: bool) -> None:
+    """Whether cuDNN, for training and evaluation alike, keeps full fp32 and gives the same bits each time."""
+    torch.backends.cudnn.allow_tf32 = not exact
+    torch.backends.cudnn.deterministic = exact
+
+
 def shorten_timeout(config: DistributedConfig) -> None:
     """From here on wait only ``timeout_seconds`` for other ranks: start-up is over, and who is late now is lost."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_seconds), dist.group.WORLD)

@@ -41,8 +41,6 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
-        torch.backends.cudnn.allow_tf32 = not config.train.exact
-        torch.backends.cudnn.deterministic = config.train.exact
         torch.manual_seed(config.run.seed)  # The same initial weights on every rank.
         train_set, test_set = dataset.build_datasets(config.dataset, config.run.seed)
         self.parallel = Parallel(build_model(config.model), dataset.loss_fn, config, world)
