@@ -24,16 +24,8 @@ for word in "$@"; do
     esac
 done
 
-if [[ -z "${NPROC:-}" ]]; then
-    NPROC="$("$PYTHON" -c 'import torch; print(torch.accelerator.device_count() or 2)')"
-fi
-if [[ ! "$NPROC" =~ ^[1-9][0-9]*$ ]]; then
-    echo "error: NPROC is '$NPROC'; give the number of ranks to start, 1 or more" >&2
-    exit 2
-fi
-
 # A mistake is told once, before anything is started.
-WORLD_SIZE="$NPROC" "$PYTHON" -m "$package.preflight" "$@"
+NPROC="$("$PYTHON" -m "$package.preflight" "$@")"
 
 # The ranks share the processors of this machine.
 cores="$(getconf _NPROCESSORS_ONLN)"

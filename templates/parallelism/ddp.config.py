@@ -17,11 +17,19 @@ class ParallelConfig:
         """Parts that the global batch is cut into: one a rank."""
         return world_size
 
-    def check(self, world_size: int, microbatches: int) -> None:
+    def devices_per_rank(self) -> int:
+        """Accelerators that one rank computes on."""
+        return 1
+
+    def default_size(self, devices: int) -> int:
+        """Ranks to start on a machine with so many accelerators."""
+        return devices or 2
+
+    def check(self, config: Config, world_size: int) -> None:
         """Refuse what PyTorch cannot do.
 
         Raises:
             UserError: naming the setting, and what would work.
         """
-        if self.static_graph and microbatches > 1:
+        if self.static_graph and config.train.microbatches > 1:
             raise UserError("parallel.static_graph does not go with train.microbatches above 1; turn one of them off")

@@ -6,22 +6,15 @@ the ranks by all-reduce. So every rank takes the same optimizer step, and the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 
+from .blocks import prepare_blocks
 from .config import Config, UserError
 from .distributed import World
 
@@ -32,6 +25,8 @@ class Parallel:
     """The model, spread over the ranks. All that the rest of the package knows of how the work is split is this class.
 
     Attributes:
+        module: What this rank holds of the model; its parameters have the names that they have in the whole one.
+        device: Where inputs and targets have to be.
         data_rank: Which share of every batch this rank reads.
         data_size: Number of such shares.
     """
@@ -57,9 +52,7 @@ class Parallel:
                 raise UserError("parallel.sync_batch_norm needs accelerators: PyTorch's SyncBatchNorm refuses the CPU")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model.to(self.device)
-        if config.train.compile:
-            for block in model:
-                block.compile()
+        prepare_blocks(model, config.train)
         self.module = model
         self.ddp = DistributedDataParallel(
             model,
@@ -71,10 +64,6 @@ class Parallel:
             static_graph=config.parallel.static_graph,
             find_unused_parameters=config.parallel.find_unused_parameters,
         )
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank optimizes, under the names that they have in ``model``."""
-        return self.module.named_parameters()
 
     def train(self) -> None:
         """Switch the model to training."""
@@ -109,7 +98,7 @@ class Parallel:
             total += loss.detach()
         return total / self.data_size
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Tensor) -> Tensor | None:
         """The model's outputs for this rank's ``inputs``; ranks may differ in how often they call it."""
         with self.autocast():
             return self.module(inputs)
@@ -117,26 +106,6 @@ class Parallel:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-
-    def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Full tensors on the CPU under the model's own names, on rank 0 (elsewhere empty); a collective.
-
-        Returns:
-            ``model`` and ``optimizer``, whose state is keyed by parameter name.
-        """
-        self.average_buffers()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return {
-            "model": get_model_state_dict(self.ddp, options=options),
-            "optimizer": get_optimizer_state_dict(self.ddp, optimizer, options=options),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Take what ``state_dict`` gave on rank 0 (elsewhere ``state`` is not looked at); a collective."""
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(self.ddp, state.get("model", {}), options=options)
-        if optimizer is not None:
-            set_optimizer_state_dict(self.ddp, optimizer, state.get("optimizer", {}), options=options)
 
     def average_buffers(self) -> None:
         """Make the running statistics of BatchNorm the mean over the ranks, each of which saw other samples."""

@@ -7,23 +7,17 @@ with the whole model in each of them, in 1/N of its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from .blocks import prepare_blocks
 from .config import Config, ParallelConfig
 from .distributed import World
 
@@ -35,6 +29,8 @@ class Parallel:
     """The model, spread over the ranks. All that the rest of the package knows of how the work is split is this class.
 
     Attributes:
+        module: What this rank holds of the model; its parameters have the names that they have in the whole one.
+        device: Where inputs and targets have to be.
         data_rank: Which share of every batch this rank reads.
         data_size: Number of such shares.
     """
@@ -54,17 +50,11 @@ class Parallel:
         self.device = world.device
         self.loss_fn = loss_fn
         self.microbatches = config.train.microbatches
-        if config.train.compile:
-            for block in model:
-                block.compile()
+        prepare_blocks(model, config.train)
         dtype = COMPUTE[config.train.precision]
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        self.module = model.to(self.device)
+        self.module = model
         self.sharded = shard(model, build_mesh(config.parallel, world), policy, config.parallel)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards that this rank optimizes, under the names that the parameters have in ``model``."""
-        return self.module.named_parameters()
 
     def train(self) -> None:
         """Switch the model to training."""
@@ -98,7 +88,7 @@ class Parallel:
             total += loss.detach()
         return total / self.data_size
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Tensor) -> Tensor | None:
         """The model's outputs for this rank's ``inputs``; a collective, for blocks are gathered on the way."""
         return self.module(inputs)
 
@@ -106,26 +96,6 @@ class Parallel:
         """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Full tensors on the CPU under the model's own names, on rank 0 (elsewhere empty); a collective.
-
-        Returns:
-            ``model`` and ``optimizer``, whose state is keyed by parameter name.
-        """
-        self.average_buffers()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return {
-            "model": get_model_state_dict(self.module, options=options),
-            "optimizer": get_optimizer_state_dict(self.module, optimizer, options=options),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Take what ``state_dict`` gave on rank 0 (elsewhere ``state`` is not looked at); a collective."""
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(self.module, state.get("model", {}), options=options)
-        if optimizer is not None:
-            set_optimizer_state_dict(self.module, optimizer, state.get("optimizer", {}), options=options)
 
     def average_buffers(self) -> None:
         """Make the running statistics of BatchNorm the mean over the ranks, each of which saw other samples."""
@@ -147,6 +117,9 @@ def shard(
     model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig
 ) -> FSDPModule:
     """Shard each block, which is then gathered as one; and at the root whatever belongs to no block."""
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
+    # Each block moves to the device by itself, so that the whole model never lies there.
+    shard_module = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for block in model:
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=config.reshard_after_forward)
-    return fully_shard(model, mesh=mesh, mp_policy=precision)
+        shard_module(block, reshard_after_forward=config.reshard_after_forward)
+    return shard_module(model)

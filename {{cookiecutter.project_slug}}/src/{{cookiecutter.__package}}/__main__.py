@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
-from .config import UserError, fail, parse
+from .config import UserError, check, fail, parse
 from .launcher_watch import end_with_launcher
 
 
@@ -17,14 +18,16 @@ def main(argv: Sequence[str]) -> None:
     """
     end_with_launcher()
     command, config, checkpoint = parse(argv)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
     from .distributed import choose_arithmetic, process_group
     from .evaluate import evaluate
     from .train import train
 
     try:
+        check(config, size, training=command == "train")
         choose_arithmetic(config.train.exact)
-        with process_group(config.distributed) as world:
+        with process_group(config) as world:
             if command == "train":
                 train(config, world)
             else:

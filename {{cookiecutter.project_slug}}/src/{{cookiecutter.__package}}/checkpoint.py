@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .config import Config, UserError, to_dict
 from .distributed import World, get_rng_state, on_main, set_rng_state
 from .parallel import Parallel
 from .rundir import checkpoint_folder, list_checkpoints
+from .state import collect, hand_out, named_tensors
 
 # Written into each file; a reader refuses a format that it does not know.
 FORMAT = 1
@@ -75,12 +77,14 @@ class Checkpointer:
         Raises:
             UserError: on every rank, if rank 0 could not write.
         """
-        state = self.parallel.state_dict(self.optimizer)
+        self.parallel.average_buffers()
+        tensors = collect(named_tensors(self.parallel.module, self.optimizer), self.world.device)
         rng: list[Any] | None = [None] * self.world.size if self.world.is_main else None
         dist.gather_object(get_rng_state(self.world.device), rng)
 
         def write() -> None:
-            state.update({name: other.state_dict() for name, other in self.others.items()})
+            state = fold(tensors) | {name: other.state_dict() for name, other in self.others.items()}
+            state["param_groups"] = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
             state.update(format=FORMAT, progress=asdict(progress), rng=rng, config=to_dict(self.config))
             write_atomically(self.folder / f"step-{progress.step:08d}.pt", state)
             prune(self.folder, self.config.checkpoint.keep, progress.best_step)
@@ -103,12 +107,41 @@ class Checkpointer:
                     f"the checkpoint's network has model.{key} = {saved.get(key)}, this run's has {wanted[key]}; "
                     "give the same, or another run.dir"
                 )
-        self.parallel.load_state_dict(state, self.optimizer)
+        load(state, self.parallel, self.optimizer)
+        for group, options in zip(self.optimizer.param_groups, header["param_groups"], strict=True):
+            group.update(options)
         for name, other in self.others.items():
             other.load_state_dict(header[name])
         if len(header["rng"]) == self.world.size:
             set_rng_state(header["rng"][self.world.rank], self.world.device)
         return Progress(**header["progress"])
+
+
+def fold(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Named tensors as they lie in a file: ``model`` is a plain state dict, ``optimizer`` is keyed by parameter."""
+    folded: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for path, tensor in tensors.items():
+        part, name = path.split(".", maxsplit=1)
+        if part == "model":
+            folded["model"][name] = tensor
+        else:
+            parameter, key = name.rsplit(".", maxsplit=1)
+            folded["optimizer"].setdefault(parameter, {})[key] = tensor
+    return folded
+
+
+def unfold(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The named tensors of a file; the opposite of ``fold``."""
+    tensors = {f"model.{name}": tensor for name, tensor in state.get("model", {}).items()}
+    for name, entry in state.get("optimizer", {}).items():
+        tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in entry.items()}
+    return tensors
+
+
+def load(state: dict[str, Any], parallel: Parallel, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Take over the tensors of a checkpoint that rank 0 has read (elsewhere ``state`` is empty); a collective."""
+    wanted = state if optimizer is not None else {"model": state.get("model", {})}
+    hand_out(unfold(wanted), named_tensors(parallel.module, optimizer), parallel.device)
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:

@@ -90,6 +90,8 @@ class TrainConfig:
     it off for speed, where results may move in their last digits."""
     compile: bool = False
     """Compile every block of the model with torch.compile."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of blocks for backward, which computes the rest again: less memory, a third more work."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; null does not clip."""
     log_every: PositiveInt = 10
@@ -166,7 +168,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Config, str | None]:
         The subcommand, its settings, and the checkpoint to evaluate (None for ``train``).
 
     Raises:
-        SystemExit: with code 2 and one line on stderr for an unknown key, a wrong type or a setting that cannot work.
+        SystemExit: with code 2 and one line on stderr for an unknown key or a wrong type.
     """
     # --checkpoint stands beside the section of that name, which the library cannot parse in one go.
     path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -185,10 +187,6 @@ def parse(argv: Sequence[str]) -> tuple[str, Config, str | None]:
     if training == (found.checkpoint is not None):
         fail("evaluate needs --checkpoint PATH; train takes none, but --checkpoint.resume PATH to start from one")
     config = from_dict({name: vars(settings[name]) for name in sections()})
-    try:
-        check(config, int(os.environ.get("WORLD_SIZE", "1")), training)
-    except UserError as error:
-        fail(str(error))
     return parsed.command, config, found.checkpoint
 
 
@@ -238,13 +236,13 @@ def check(config: Config, world_size: int, training: bool) -> None:
         raise UserError(f"run.seed is {config.run.seed}; give a number below 2**32")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         raise UserError(f"optim.betas is {list(config.optim.betas)}; give two numbers from 0 to below 1")
-    config.parallel.check(world_size, config.train.microbatches)
+    config.parallel.check(config, world_size)
     data_size = config.parallel.data_size(world_size)
     share = data_size * config.train.microbatches
     batch = config.data.global_batch_size
     if training and batch % share:
         fits = " or ".join(str(size) for size in (batch // share * share, -(-batch // share) * share) if size)
         raise UserError(
-            f"data.global_batch_size is {batch}, which does not divide into {data_size} rank(s) x "
+            f"data.global_batch_size is {batch}, which does not divide into {data_size} share(s) x "
             f"{config.train.microbatches} micro-batch(es); {fits} would"
         )

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .config import DistributedConfig, UserError
+from .config import Config, DistributedConfig, UserError
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class World:
         local_rank: Number of this process among those on its machine, from 0.
         size: Number of processes (the world size).
         local_size: Number of processes on this machine.
-        device: Where this process computes.
+        device: Where this process computes; the first one, if it has several.
     """
 
     rank: int
@@ -49,13 +49,14 @@ class World:
 
 
 @contextmanager
-def process_group(config: DistributedConfig) -> Iterator[World]:
+def process_group(settings: Config) -> Iterator[World]:
     """Join the process group for the length of a ``with`` block, and leave it in the end, however that comes.
 
     Raises:
         UserError: if the environment or the settings do not fit this machine.
     """
-    world = resolve(config)
+    config = settings.distributed
+    world = resolve(config, settings.parallel.devices_per_rank())
     backend = choose_backend(config.backend, world.device)
     if world.device.type != "cpu":
         # Before the first collective, or every rank would open a context on the first device.
@@ -74,43 +75,51 @@ def process_group(config: DistributedConfig) -> Iterator[World]:
         gc.collect()
 
 
-def resolve(config: DistributedConfig) -> World:
+def resolve(config: DistributedConfig, devices_per_rank: int) -> World:
     """Find this process's place from the environment, and choose its device.
 
     Raises:
         UserError: if the environment is incomplete, or there are more processes than devices.
     """
     if "RANK" not in os.environ:
-        return World(0, 0, 1, 1, choose_device(config, local_rank=0, local_size=1, size=1))
+        return World(0, 0, 1, 1, choose_device(config, devices_per_rank, local_rank=0, local_size=1, size=1))
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     except (KeyError, ValueError) as error:
         raise UserError(f"RANK is set, but the launcher's other variables do not fit it: {error}") from None
-    return World(rank, local_rank, size, local_size, choose_device(config, local_rank, local_size, size))
+    device = choose_device(config, devices_per_rank, local_rank, local_size, size)
+    return World(rank, local_rank, size, local_size, device)
 
 
-def choose_device(config: DistributedConfig, local_rank: int, local_size: int, size: int) -> torch.device:
-    """One accelerator a process, by local rank; the CPU where there is none, or where it was asked for."""
+def choose_device(
+    config: DistributedConfig, devices_per_rank: int, local_rank: int, local_size: int, size: int
+) -> torch.device:
+    """Accelerators by local rank, the first of this process; the CPU where there is none, or where it was asked for."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if config.device == "cpu" or accelerator is None:
         return torch.device("cpu")
     if accelerator.type == "mps" and size > 1:
         return torch.device("cpu")  # Apple's GPU has no collectives.
     count = torch.accelerator.device_count()
-    if local_size > count and config.backend != "gloo":
+    if local_size * devices_per_rank > count and config.backend != "gloo":
         raise UserError(
-            f"{local_size} processes on this machine but {count} device(s): start {count} (NPROC={count}), "
-            "use the CPU (--distributed.device cpu), or share the devices (--distributed.backend gloo)"
+            f"{local_size} process(es) on this machine with {devices_per_rank} device(s) each, but {count} device(s): "
+            f"start fewer (NPROC={count // devices_per_rank}), use the CPU (--distributed.device cpu), or share the "
+            "devices (--distributed.backend gloo)"
         )
-    return torch.device(accelerator.type, local_rank % count)
+    return torch.device(accelerator.type, local_rank * devices_per_rank % count)
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """The collective library to use on ``device``; ``auto`` is the one that PyTorch names for it."""
+    """The collective library to use on ``device``; ``auto`` is the one that PyTorch names for it.
+
+    On an accelerator, gloo carries what lies on the CPU: Python objects, and shards that were put there.
+    """
     if backend == "auto":
-        return dist.get_default_backend_for_device(device)
+        default = dist.get_default_backend_for_device(device)
+        return default if device.type == "cpu" else f"cpu:gloo,{device.type}:{default}"
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise UserError("distributed.backend is nccl, but this process has no CUDA GPU; use auto or gloo")
     if backend == "mpi" and not dist.is_mpi_available():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint, dataset
-from .config import Config, ModelConfig
+from .config import Config, ModelConfig, check
 from .data import EvalSampler, build_loader
 from .distributed import World, on_main
 from .model import build_model
@@ -60,17 +60,20 @@ class Evaluator:
 
     @torch.no_grad()
     def score_my_share(self) -> Scores:
-        """The scores of this rank's samples, each of shape (samples,), and their ``index``."""
+        """The scores of the samples that this rank answers for, each of shape (samples,), and their ``index``."""
         scores: dict[str, list[torch.Tensor]] = {}
         for inputs, targets in self.loader:
             inputs, targets = (x.to(self.parallel.device, non_blocking=True) for x in (inputs, targets))
-            for name, values in dataset.score(self.parallel.predict(inputs), targets).items():
+            outputs = self.parallel.predict(inputs)
+            if outputs is None:
+                continue
+            for name, values in dataset.score(outputs, targets).items():
                 scores.setdefault(name, []).append(values)
         # The model may have to be run by all ranks together: one that has no samples left runs it on any, for nothing.
         for _ in range(self.batches - len(self.loader)):
             self.parallel.predict(self.samples[0, 0][0][None].to(self.parallel.device))
         arrays = {name: torch.cat(values).cpu().numpy() for name, values in scores.items()}
-        return {**arrays, "index": np.array(self.sampler.indices, dtype=np.int64)}
+        return {**arrays, "index": np.array(self.sampler.indices if arrays else [], dtype=np.int64)}
 
 
 def merge(shares: list[Scores], length: int) -> Scores:
@@ -104,9 +107,10 @@ def evaluate(path: str, config: Config, world: World) -> None:
     """
     header, state = checkpoint.read_on_main([Path(path)], world)
     config.model = ModelConfig(**header["config"]["model"])
+    check(config, world.size, training=False)
     _, test_set = dataset.build_datasets(config.dataset, config.run.seed)
     parallel = Parallel(build_model(config.model), dataset.loss_fn, config, world)
-    parallel.load_state_dict(state)
+    checkpoint.load(state, parallel)
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
     record |= Evaluator(test_set, parallel, config)()
     on_main(lambda: tell(record, config.run.dir), world)

@@ -1,33 +1,58 @@
 """Refuses a command that cannot work, in one line, before any process is started.
 
-``scripts/launch.sh`` asks here first, once for all ranks.
+``scripts/launch.sh`` asks here first, once for all ranks, and is told how many of them to start.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .config import UserError, fail, parse
+from .config import Config, UserError, check, fail, parse
 from .rundir import find_start
 
 
-def preflight(argv: Sequence[str]) -> None:
-    """Check the words of a command line, for a world of ``WORLD_SIZE`` ranks.
+def preflight(argv: Sequence[str]) -> int:
+    """Check the words of a command line.
+
+    Returns:
+        The number of ranks to start on this machine.
 
     Raises:
         SystemExit: with code 2, after one line on stderr that says what to change.
     """
     command, config, checkpoint = parse(argv)
     try:
+        size = count_ranks(config)
+        check(config, size, training=command == "train")
         if command == "train":
             find_start(config)
         elif not Path(str(checkpoint)).is_file():
             raise UserError(f"--checkpoint is {checkpoint}: no such file")
     except UserError as error:
         fail(str(error))
+    return size
+
+
+def count_ranks(config: Config) -> int:
+    """``NPROC``; where it is not set, what suits this machine's accelerators.
+
+    Raises:
+        UserError: if it is not a number of ranks.
+    """
+    wanted = os.environ.get("NPROC", "")
+    if wanted:
+        if not wanted.isdecimal() or int(wanted) < 1:
+            raise UserError(f"NPROC is '{wanted}'; give the number of ranks to start, 1 or more")
+        return int(wanted)
+    if config.distributed.device == "cpu":
+        return config.parallel.default_size(devices=0)
+    import torch  # Takes seconds to import.
+
+    return config.parallel.default_size(torch.accelerator.device_count())
 
 
 if __name__ == "__main__":
-    preflight(sys.argv[1:])
+    print(preflight(sys.argv[1:]))

@@ -169,7 +169,7 @@ def is_due(step: int, every: int | None) -> bool:
 
 def build_optimizer(parallel: Parallel, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW in its fused form, with weight decay on matrices and kernels but not on biases and gains."""
-    parameters = [parameter for _, parameter in parallel.named_parameters()]
+    parameters = list(parallel.module.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
