@@ -1,12 +1,14 @@
-"""The command line of one rank: ``train`` or ``evaluate``; ``--help`` shows every setting."""
+"""The command line of one rank: ``train``, ``evaluate`` or ``convert``; ``--help`` shows every setting."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from .config import UserError, check, fail, parse
+from .commandline import parse
+from .config import UserError, check, fail
 from .launcher_watch import end_with_launcher
 
 
@@ -17,21 +19,26 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: with code 2 and one line on stderr, if the user has to change something.
     """
     end_with_launcher()
-    command, config, checkpoint = parse(argv)
+    command, config, paths = parse(argv)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
+    from .convert import convert
     from .distributed import choose_arithmetic, process_group
     from .evaluate import evaluate
     from .train import train
 
     try:
+        if command == "convert":
+            if os.environ.get("RANK", "0") == "0":
+                convert(Path(paths["checkpoint"]), Path(paths["output"]))
+            return
         check(config, size, training=command == "train")
         choose_arithmetic(config.train.exact)
         with process_group(config) as world:
             if command == "train":
                 train(config, world)
             else:
-                evaluate(str(checkpoint), config, world)
+                evaluate(paths["checkpoint"], config, world)
     except UserError as error:
         fail(str(error))
 

@@ -1,4 +1,4 @@
-"""Settings: typed, one docstring a field, read from YAML and overridden on the command line.
+"""Settings: typed, one docstring a field; ``commandline.py`` reads them.
 
 This module imports neither PyTorch nor any other module of the package, so a mistake in the settings is found in a
 fraction of a second, before any process is started.
@@ -6,15 +6,14 @@ fraction of a second, before any process is started.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn, get_type_hints
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -104,6 +103,9 @@ class TrainConfig:
 class CheckpointConfig:
     """What is kept of a run, and where it goes on."""
 
+    format: Literal["full", "sharded"] = "full"
+    """full: a file that rank 0 puts together. sharded: a folder, for models too large for that; every rank writes what
+    it holds, while training goes on. A run goes on from either; convert makes one of the other."""
     every_steps: PositiveInt | None = 110
     """Steps between two checkpoints; null saves at the end and for a new best alone."""
     keep: PositiveInt = 2
@@ -144,59 +146,11 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
 
-class Parser(ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        fail(message)
-
-
 def fail(message: str) -> NoReturn:
     """End this process with exit code 2 and one line on stderr, once a machine: its ranks have the same to say."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
-
-
-def parse(argv: Sequence[str]) -> tuple[str, Config, str | None]:
-    """Read the command line.
-
-    Args:
-        argv: The words after ``python -m <package>``.
-
-    Returns:
-        The subcommand, its settings, and the checkpoint to evaluate (None for ``train``).
-
-    Raises:
-        SystemExit: with code 2 and one line on stderr for an unknown key or a wrong type.
-    """
-    # --checkpoint stands beside the section of that name, which the library cannot parse in one go.
-    path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    path_parser.add_argument("--checkpoint")
-    found, rest = path_parser.parse_known_args(argv)
-
-    parser = Parser(prog=__package__, description="Distributed training in plain PyTorch.")
-    commands = parser.add_subcommands(required=True, dest="command")
-    train, evaluate = settings_parser(), settings_parser()
-    evaluate.set_defaults({"run.dir": ""})
-    commands.add_subcommand("train", train, help="train, or go on from the newest checkpoint of run.dir")
-    commands.add_subcommand("evaluate", evaluate, help="score --checkpoint PATH on the whole test set")
-    parsed = parser.parse_args(rest)
-
-    settings, training = parsed[parsed.command], parsed.command == "train"
-    if training == (found.checkpoint is not None):
-        fail("evaluate needs --checkpoint PATH; train takes none, but --checkpoint.resume PATH to start from one")
-    config = from_dict({name: vars(settings[name]) for name in sections()})
-    return parsed.command, config, found.checkpoint
-
-
-def settings_parser() -> ArgumentParser:
-    """A parser of every setting of ``Config``, by section."""
-    parser = Parser()
-    parser.add_argument("--config", action="config", help="YAML file of settings; later arguments override it.")
-    for name, kind in sections().items():
-        parser.add_class_arguments(kind, name)
-    return parser
 
 
 def sections() -> dict[str, type]:

@@ -160,11 +160,13 @@ def on_main(action: Callable[[], T], world: World) -> T:
     if world.is_main:
         try:
             outcome[0] = action()
-        except (UserError, OSError) as error:
-            outcome[1] = str(error)
+        except UserError as error:
+            outcome[1] = error
+        except OSError as error:
+            outcome[1] = UserError(str(error))
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise UserError(outcome[1])
+        raise outcome[1]
     return outcome[0]
 
 

@@ -103,14 +103,14 @@ def evaluate(path: str, config: Config, world: World) -> None:
     The network is the one that was saved: the checkpoint's own ``model`` settings are used.
 
     Raises:
-        UserError: if the file is no checkpoint of this project, or does not fit.
+        UserError: if it is no checkpoint of this project, or does not fit.
     """
-    header, state = checkpoint.read_on_main([Path(path)], world)
+    header, state = checkpoint.read_on_main(Path(path), world)
     config.model = ModelConfig(**header["config"]["model"])
     check(config, world.size, training=False)
     _, test_set = dataset.build_datasets(config.dataset, config.run.seed)
     parallel = Parallel(build_model(config.model), dataset.loss_fn, config, world)
-    checkpoint.load(state, parallel)
+    checkpoint.load(Path(path), header, state, parallel)
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
     record |= Evaluator(test_set, parallel, config)()
     on_main(lambda: tell(record, config.run.dir), world)

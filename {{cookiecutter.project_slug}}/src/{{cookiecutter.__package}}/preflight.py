@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .config import Config, UserError, check, fail, parse
+from .commandline import parse
+from .config import Config, UserError, check, fail
 from .rundir import find_start
 
 
@@ -23,14 +24,16 @@ def preflight(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: with code 2, after one line on stderr that says what to change.
     """
-    command, config, checkpoint = parse(argv)
+    command, config, paths = parse(argv)
     try:
+        if command != "train" and not Path(paths["checkpoint"]).exists():
+            raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
+        if command == "convert":
+            return 1
         size = count_ranks(config)
         check(config, size, training=command == "train")
         if command == "train":
             find_start(config)
-        elif not Path(str(checkpoint)).is_file():
-            raise UserError(f"--checkpoint is {checkpoint}: no such file")
     except UserError as error:
         fail(str(error))
     return size

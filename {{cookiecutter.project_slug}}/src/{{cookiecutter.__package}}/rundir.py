@@ -1,4 +1,4 @@
-"""The directory of a run: where it may start, its lock, ``config.yaml`` and ``provenance.json``.
+"""The directory of a run: where it may start, its lock, what is written there and when it goes.
 
 Imports no PyTorch, so that a command can be refused before anything is started.
 """
@@ -10,15 +10,18 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -28,14 +31,70 @@ PROJECT = Path(__file__).parents[2]
 PACKAGES = ("torch", "numpy", "jsonargparse")
 
 
+class DamagedError(UserError):
+    """A checkpoint cannot be read; one before it may do."""
+
+
 def checkpoint_folder(config: Config) -> Path:
     """The folder of a run's checkpoints."""
     return Path(config.run.dir) / "checkpoints"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, oldest first."""
-    return sorted(path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name))
+    """The checkpoints in ``folder``, oldest first: full ones are files, sharded ones are folders."""
+    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+\.(pt|dcp)", path.name))
+
+
+def prune(folder: Path, keep: int, best_step: int | None) -> None:
+    """Remove what a killed write left, and all checkpoints but the ``keep`` newest and the best."""
+    for path in folder.glob("step-*.tmp"):
+        remove(path)
+    for path in list_checkpoints(folder)[:-keep]:
+        if path.stem != f"step-{best_step or 0:08d}":
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder; a folder first loses its name, so that half of one is never taken for a whole."""
+    if path.is_dir():
+        nameless = path.with_suffix(".old.tmp")
+        shutil.rmtree(nameless, ignore_errors=True)
+        shutil.rmtree(path.rename(nameless))
+    else:
+        path.unlink()
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Have ``write`` fill a file so that ``path`` is complete or absent, also if the machine stops in the middle."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with disk_errors(temporary), open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(temporary, path)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Tell of a full disk: ``torch.save`` raises an error of its own then, behind which the system's is hidden."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
+        raise
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a file or a folder that is complete its name."""
+    os.replace(temporary, path)
+    # The new name is an entry of the folder, which has to reach the disk too.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def find_start(config: Config) -> list[Path]:
@@ -53,7 +112,7 @@ def find_start(config: Config) -> list[Path]:
             raise UserError(f"{newest} and checkpoint.resume is never; give another run.dir")
         return []
     path = Path(resume)
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"checkpoint.resume is {resume}: no such file; give auto, never or the path of a checkpoint")
     if saved and path.resolve() != saved[-1].resolve():
         raise UserError(f"{newest} already; to start from {resume}, give another run.dir")

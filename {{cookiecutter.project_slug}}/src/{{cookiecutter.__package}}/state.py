@@ -83,3 +83,24 @@ def hand_out(full: Mapping[str, Tensor], tensors: Mapping[str, Tensor], device: 
             mine.to_local().copy_(shard.to_local())
         elif mine is not None:
             mine.copy_(whole)
+
+
+def fold(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Named tensors as they lie in a file: ``model`` is a plain state dict, ``optimizer`` is keyed by parameter."""
+    folded: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for path, tensor in tensors.items():
+        part, name = path.split(".", maxsplit=1)
+        if part == "model":
+            folded["model"][name] = tensor
+        else:
+            parameter, key = name.rsplit(".", maxsplit=1)
+            folded["optimizer"].setdefault(parameter, {})[key] = tensor
+    return folded
+
+
+def unfold(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The named tensors of a file; the opposite of ``fold``."""
+    tensors = {f"model.{name}": tensor for name, tensor in state.get("model", {}).items()}
+    for name, entry in state.get("optimizer", {}).items():
+        tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in entry.items()}
+    return tensors

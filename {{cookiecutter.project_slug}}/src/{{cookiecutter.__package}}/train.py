@@ -65,7 +65,8 @@ class Trainer:
         """Train to the end, evaluate, save."""
         progress = self.progress
         self.first_step = self.saved_step = progress.step
-        with Tracker(self.config, self.world, done=progress.step, total=self.total_steps) as self.tracker:
+        tracker = Tracker(self.config, self.world, done=progress.step, total=self.total_steps)
+        with tracker as self.tracker, self.checkpointer:
             self.start_clock()
             while progress.step < self.total_steps:
                 self.run_epoch()
