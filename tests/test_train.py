@@ -196,6 +196,43 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_ranks(
     assert [r["loss"] for r in records(tmp_path / "b", "train")] == pytest.approx(alone_losses[3:], rel=1e-5)
 
 
+@pytest.mark.parametrize(("first", "then", "nproc"), [("ddp", "fsdp", 4), ("fsdp", "ddp", 1), ("fsdp", "fsdp", 4)])
+def test_a_run_goes_on_from_a_sharded_checkpoint(
+    baked: Bake, alone_losses: list[float], tmp_path: Path, first: str, then: str, nproc: int
+) -> None:
+    words = ("--checkpoint.format", "sharded", "--train.max_steps", "3", "--run.dir", tmp_path / "a")
+    launch(baked(parallelism=first), "train", *SHORT, *words)
+    start = tmp_path / "a" / "checkpoints" / "step-00000003.dcp"
+    words = ("--run.dir", tmp_path / "b", "--checkpoint.resume", start)
+    launch(baked(parallelism=then), "train", *SHORT, *words, nproc=nproc)
+    assert [r["loss"] for r in records(tmp_path / "b", "train")] == pytest.approx(alone_losses[3:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "suffix", "other"), [("full", ".pt", ".dcp"), ("sharded", ".dcp", ".pt")])
+def test_a_run_goes_on_from_a_converted_checkpoint(
+    baked: Bake, plain: Path, alone_losses: list[float], tmp_path: Path, kind: str, suffix: str, other: str
+) -> None:
+    words = ("--checkpoint.format", kind, "--train.max_steps", "3", "--run.dir", tmp_path / "a")
+    alone(plain, "train", *SHORT, *words)
+    saved, converted = tmp_path / "a" / "checkpoints" / f"step-00000003{suffix}", tmp_path / f"converted{other}"
+    launch(plain, "convert", "--checkpoint", saved, "--output", converted)
+    for output, named in [(converted, "there already"), (tmp_path / f"again{suffix}", f"ends in {other}")]:
+        refused = alone(plain, "convert", "--checkpoint", saved, "--output", output, expect=2)
+        assert named in refused.stderr and refused.stderr.count("\n") == 1
+    words = ("--run.dir", tmp_path / "b", "--checkpoint.resume", converted)
+    launch(baked(parallelism="fsdp"), "train", *SHORT, *words)
+    assert [r["loss"] for r in records(tmp_path / "b", "train")] == pytest.approx(alone_losses[3:], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_full_disk_is_told_in_one_line(plain: Path, tmp_path: Path, kind: str) -> None:
+    words = ["-m", "my_experiment", "train", *SHORT, "--checkpoint.format", kind, "--run.dir", str(tmp_path)]
+    limited = ("bash", "-c", 'ulimit -f 1000 && exec "$@"', "limited", sys.executable, *words)  # No file above 1 MB.
+    done = run(*limited, cwd=plain, PYTHONPATH="src", expect=2)
+    assert "File too large" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not [name for name in checkpoints(tmp_path) if not name.endswith(".tmp")]
+
+
 def test_resume_refuses_what_would_mix_two_runs(plain: Path, tmp_path: Path) -> None:
     alone(plain, "train", *SHORT, "--run.dir", tmp_path / "a")
     never = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", "never", expect=2)

@@ -166,10 +166,17 @@ def save_alone(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]
 
 
 def load_alone(path: Path, header: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All tensors of a folder, whole, in one process and without a process group."""
-    saved = header["metadata"].state_dict_metadata
-    # In the order of the model, which DCP keeps in its plan.
-    tensors = {n: torch.empty(saved[n].size, dtype=saved[n].properties.dtype) for n in header["metadata"].planner_data}
+    """All tensors of a folder, whole, in one process and without a process group.
+
+    Raises:
+        DamagedError: if they are not what the header says, or too large for this machine.
+    """
+    try:
+        saved = header["metadata"].state_dict_metadata
+        order = header["metadata"].planner_data  # That of the model.
+        tensors = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in order}
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise DamagedError(f"{path} is not a readable checkpoint: {str(error).splitlines()[0]}") from None
     load(path, header, tensors)
     return tensors
 

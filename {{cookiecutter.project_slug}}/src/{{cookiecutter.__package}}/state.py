@@ -87,15 +87,16 @@ def hand_out(full: Mapping[str, Tensor], tensors: Mapping[str, Tensor], device: 
 
 def fold(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Named tensors as they lie in a file: ``model`` is a plain state dict, ``optimizer`` is keyed by parameter."""
-    folded: dict[str, Any] = {"model": {}, "optimizer": {}}
+    model: dict[str, Tensor] = {}
+    optimizer: dict[str, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
         part, name = path.split(".", maxsplit=1)
         if part == "model":
-            folded["model"][name] = tensor
+            model[name] = tensor
         else:
             parameter, key = name.rsplit(".", maxsplit=1)
-            folded["optimizer"].setdefault(parameter, {})[key] = tensor
-    return folded
+            optimizer.setdefault(parameter, {})[key] = tensor
+    return {"model": model, "optimizer": optimizer}
 
 
 def unfold(state: dict[str, Any]) -> dict[str, Tensor]:
