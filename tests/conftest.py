@@ -26,10 +26,19 @@ CHOICES: dict[str, list[Any]] = {
 Bake = Callable[..., Path]
 
 
+# Answers that change code: every combination of them is rendered. The others add or change files of their own, as
+# test_render.py makes sure, and take turns.
+CODE = ("parallelism", "task", "launcher", "cluster", "tracker")
+
+
 def combinations() -> Iterator[dict[str, Any]]:
-    """Every combination of the answers that are choices."""
-    for values in itertools.product(*CHOICES.values()):
-        yield dict(zip(CHOICES, values, strict=True))
+    """Every combination of the answers that change code, with all values of the others among them."""
+    code = [CHOICES[name] for name in CODE]
+    others = itertools.cycle(itertools.product(*(CHOICES[name] for name in CHOICES if name not in CODE)))
+    for values in itertools.product(*code):
+        turn = dict(zip((name for name in CHOICES if name not in CODE), next(others), strict=True))
+        answers = dict(zip(CODE, values, strict=True)) | turn
+        yield {name: answers[name] for name in CHOICES}
 
 
 def name_of(answers: dict[str, Any]) -> str:
@@ -84,6 +93,12 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
         return projects[key]
 
     return render
+
+
+@pytest.fixture(scope="session")
+def plain(baked: Bake) -> Path:
+    """The default project, where the choices make no difference."""
+    return baked()
 
 
 def read_tree(project: Path) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -14,9 +15,12 @@ from conftest import CHOICES, Bake, copy_tracked, run
 pytestmark = pytest.mark.slow
 
 
+OTHERS = {"launcher": "spawn", "tracker": "tensorboard", "docker": True, "license": "Proprietary"}
+
+
 @pytest.mark.parametrize(
     "answers",
-    [{}, {"launcher": "spawn", "tracker": "tensorboard", "docker": True, "license": "Proprietary"}],
+    [{}, {"parallelism": "pipeline", "task": "language", **OTHERS}],
     ids=["default", "every other choice"],
 )
 def test_the_make_targets_of_a_project(bake: Bake, answers: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,13 +34,20 @@ def test_the_make_targets_of_a_project(bake: Bake, answers: dict[str, object], m
     run("git", "diff", "--exit-code", cwd=project)  # No hook had anything to mend.
     tested = run("make", "test", cwd=project)
     assert re.search(r"^\d+ passed", tested.stdout.splitlines()[-1].strip("= "))
-    run("make", "train", cwd=project, NPROC="2")
-    assert (project / "runs" / "default" / "curves.png").exists()
+    if not answers:
+        run("make", "train", cwd=project, NPROC="2")
+        assert (project / "runs" / "default" / "curves.png").exists()
 
 
-def test_every_strategy_passes_the_tests_that_it_ships(bake: Bake) -> None:
-    for parallelism in CHOICES["parallelism"][1:]:  # The first one is the default project above.
-        run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", cwd=bake(parallelism, parallelism=parallelism))
+INSTALLED = [("ddp", "digits"), ("pipeline", "language")]  # By the test above.
+RENDERED = set(itertools.product(CHOICES["parallelism"], CHOICES["task"]))
+
+
+@pytest.mark.parametrize(("parallelism", "task"), sorted(RENDERED - set(INSTALLED)))
+def test_every_strategy_passes_the_tests_that_it_ships(bake: Bake, parallelism: str, task: str) -> None:
+    launcher = "spawn" if task == "digits" else "torchrun"
+    project = bake(parallelism=parallelism, task=task, launcher=launcher)
+    run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", cwd=project)
 
 
 def test_setup_leaves_a_larger_repository_alone(bake: Bake, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start NPROC ranks on this machine: scripts/launch.sh train --optim.lr 1e-3
 #
-# NPROC   number of ranks; by default one an accelerator, or 2 on a CPU
+# NPROC   number of ranks; by default what suits the accelerators of this machine
 # PYTHON  interpreter; by default the project's .venv, or the first python on the PATH
 set -euo pipefail
 

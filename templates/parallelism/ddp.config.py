@@ -24,12 +24,3 @@ class ParallelConfig:
     def default_size(self, devices: int) -> int:
         """Ranks to start on a machine with so many accelerators."""
         return devices or 2
-
-    def check(self, config: Config, world_size: int) -> None:
-        """Refuse what PyTorch cannot do.
-
-        Raises:
-            UserError: naming the setting, and what would work.
-        """
-        if self.static_graph and config.train.microbatches > 1:
-            raise UserError("parallel.static_graph does not go with train.microbatches above 1; turn one of them off")

@@ -22,13 +22,3 @@ class ParallelConfig:
     def default_size(self, devices: int) -> int:
         """Ranks to start on a machine with so many accelerators."""
         return devices or 2
-
-    def check(self, config: Config, world_size: int) -> None:
-        """Refuse a layout that the ranks do not fill.
-
-        Raises:
-            UserError: naming the setting, and what would work.
-        """
-        if world_size % self.replicas:
-            fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-            raise UserError(f"parallel.replicas is {self.replicas}, but {world_size} rank(s) divide into {fits}")

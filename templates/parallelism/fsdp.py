@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .blocks import prepare_blocks
@@ -54,7 +54,7 @@ class Parallel:
         dtype = COMPUTE[config.train.precision]
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self.module = model
-        self.sharded = shard(model, build_mesh(config.parallel, world), policy, config.parallel)
+        shard(model, build_mesh(config.parallel, world), policy, config.parallel)
 
     def train(self) -> None:
         """Switch the model to training."""
@@ -80,9 +80,8 @@ class Parallel:
         """
         total = torch.zeros((), device=self.device)
         pieces = list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
-        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
-            # Gradients add up locally; the reduce-scatter waits for the last micro-batch.
-            self.sharded.set_requires_gradient_sync(number == len(pieces))
+        for some_inputs, some_targets in pieces:
+            # Gradients are scattered after each micro-batch: to wait for the last would hold all of them on every rank.
             loss = self.loss_fn(self.module(some_inputs), some_targets) / len(pieces)
             scaler.scale(loss).backward()
             total += loss.detach()
@@ -113,13 +112,11 @@ def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(
-    model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig
-) -> FSDPModule:
+def shard(model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig) -> None:
     """Shard each block, which is then gathered as one; and at the root whatever belongs to no block."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     # Each block moves to the device by itself, so that the whole model never lies there.
     shard_module = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for block in model:
         shard_module(block, reshard_after_forward=config.reshard_after_forward)
-    return shard_module(model)
+    shard_module(model)

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,16 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "{{ cookiecutter.__package }}"
+# What the tests train, so that they are done soon; words of the command line.
+#:: if cookiecutter.task == "digits" ::#
+SMALL: tuple[str, ...] = ()
+#:: else ::#
+SMALL = (
+    *("--dataset.max_bytes", "43000", "--dataset.test_bytes", "20000", "--train.epochs", "2"),
+    *("--model.width", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32"),
+)
+#:: endif ::#
+#:: include "parallelism/" ~ cookiecutter.parallelism ~ ".tests.py" ::#
 
 
 def environment(nproc: int) -> dict[str, str]:
@@ -21,16 +33,24 @@ def environment(nproc: int) -> dict[str, str]:
     return clean | {"NPROC": str(nproc), "PYTHON": sys.executable}
 
 
-def command(*words: str) -> list[str]:
+def command(*words: str, small: Sequence[str] = SMALL) -> list[str]:
     """The command line of a launch; on the CPU, so that any machine can start any number of ranks."""
-    return [str(ROOT / "scripts" / "launch.sh"), *words, "--distributed.device", "cpu"]
+    return [str(ROOT / "scripts" / "launch.sh"), *words[:1], *small, *words[1:], "--distributed.device", "cpu"]
 
 
-def launch(*words: str, nproc: int, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+def launch(
+    *words: str, nproc: int, exit_code: int = 0, small: Sequence[str] = SMALL
+) -> subprocess.CompletedProcess[str]:
     """Run ``scripts/launch.sh`` to its end, and expect its exit code."""
-    done = subprocess.run(command(*words), env=environment(nproc), capture_output=True, text=True, timeout=300)
+    line = command(*words, small=small)
+    done = subprocess.run(line, env=environment(nproc), capture_output=True, text=True, timeout=300)
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def settings(*words: str) -> Any:
+    """The settings of such a command line."""
+    return import_module(f"{PACKAGE}.commandline").parse(["train", *SMALL, *words])[1]
 
 
 def read_records(run: Path, event: str) -> list[dict[str, Any]]:

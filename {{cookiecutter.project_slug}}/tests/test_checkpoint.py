@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import launch, newest_checkpoint
+from support import RANKS, launch, newest_checkpoint
 
 checkpoint = import_module("{{ cookiecutter.__package }}.checkpoint")
 config = import_module("{{ cookiecutter.__package }}.config")
@@ -24,8 +24,8 @@ SETTINGS = ("--checkpoint.format", "sharded", "--checkpoint.every_steps", "10")
 
 @pytest.fixture
 def run(trained: Callable[..., Path], tmp_path: Path) -> Path:
-    """A copy of a run on two ranks, with sharded checkpoints of steps 10 and 20."""
-    return Path(shutil.copytree(trained(2, *SETTINGS), tmp_path / "run"))
+    """A copy of a run with sharded checkpoints of steps 10 and 20."""
+    return Path(shutil.copytree(trained(RANKS, *SETTINGS), tmp_path / "run"))
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert list(ours) == list(theirs)
+    assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -65,7 +65,7 @@ class Attack:
 
 
 def test_a_sharded_checkpoint_holds_what_a_full_one_holds(trained: Callable[..., Path], run: Path) -> None:
-    expected = newest_checkpoint(trained(2))
+    expected = newest_checkpoint(trained(RANKS))
     assert_same(whole(run / "checkpoints" / "step-00000020.dcp"), tensors(expected))
     again = run / "again.dcp"
     convert(expected, again)
@@ -74,19 +74,19 @@ def test_a_sharded_checkpoint_holds_what_a_full_one_holds(trained: Callable[...,
 
 def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(trained: Callable[..., Path], run: Path) -> None:
     newest = run / "checkpoints" / "step-00000020.dcp"
-    alter(newest / "__1_0.distcp")
+    alter(newest / f"__{RANKS - 1}_0.distcp")
     torn = newest.with_suffix(".tmp")  # What a save that was killed leaves.
     torn.mkdir()
     (torn / "__9_0.distcp").touch()
     length = ("--train.max_steps", "20", "--train.log_every", "1")
-    done = launch("train", *length, *SETTINGS, "--run.dir", str(run), nproc=2)
+    done = launch("train", *length, *SETTINGS, "--run.dir", str(run), nproc=RANKS)
     assert "step-00000020.dcp is not" in done.stderr and "going on from the one before" in done.stderr
     assert "step 10 of 20" in done.stdout
     assert sorted(path.name for path in newest.parent.iterdir()) == ["step-00000010.dcp", "step-00000020.dcp"]
-    assert_same(whole(newest), tensors(newest_checkpoint(trained(2))))
+    assert_same(whole(newest), tensors(newest_checkpoint(trained(RANKS))))
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "header.pt"])
+@pytest.mark.parametrize("name", [f"__{RANKS - 1}_0.distcp", ".metadata", "header.pt"])
 def test_a_folder_that_was_altered_is_refused(run: Path, name: str) -> None:
     folder = run / "checkpoints" / "step-00000020.dcp"
     alter(folder / name)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from support import launch, load_model, newest_checkpoint
+from support import EVALUATIONS, launch, load_model, newest_checkpoint, settings
 
-config = import_module("{{ cookiecutter.__package }}.config")
 dataset = import_module("{{ cookiecutter.__package }}.dataset")
 model = import_module("{{ cookiecutter.__package }}.model")
 
@@ -21,8 +20,9 @@ model = import_module("{{ cookiecutter.__package }}.model")
 @pytest.fixture(scope="module")
 def expected(trained: Callable[..., Path]) -> dict[str, Any]:
     """The figures that plain PyTorch computes from a checkpoint, with no launcher and no process group."""
-    _, test_set = dataset.build_datasets(config.DatasetConfig(), seed=0)
-    network = model.build_model(config.ModelConfig())
+    config = settings()
+    _, test_set = dataset.build_datasets(config)
+    network = model.build_model(config.model)
     network.load_state_dict(load_model(trained(1)))
     samples = [test_set[0, index] for index in range(len(test_set))]
     inputs, targets = (torch.stack(column) for column in zip(*samples, strict=True))
@@ -32,9 +32,11 @@ def expected(trained: Callable[..., Path]) -> dict[str, Any]:
     return {"num_samples": len(test_set), **figures}
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-def test_every_sample_counts_once(trained: Callable[..., Path], expected: dict[str, Any], nproc: int) -> None:
-    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(trained(1))), nproc=nproc)
+@pytest.mark.parametrize(("nproc", "words"), EVALUATIONS)
+def test_every_sample_counts_once(
+    trained: Callable[..., Path], expected: dict[str, Any], nproc: int, words: list[str]
+) -> None:
+    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(trained(1))), *words, nproc=nproc)
     record = json.loads(done.stdout.splitlines()[-1])
     assert record.keys() >= expected.keys()
     for name, value in expected.items():

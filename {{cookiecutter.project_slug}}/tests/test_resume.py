@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from support import command, environment, launch, load_model, read_records
+from support import RANKS, command, environment, launch, load_model, read_records
 
 STEPS = 40
 SETTINGS = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 15 --checkpoint.every_steps 4".split()
@@ -19,7 +19,7 @@ def kill_at(step: int, run: Path) -> None:
     """Start the run, and SIGKILL its launcher when it has logged ``step``; the ranks have to end by themselves."""
     launcher = subprocess.Popen(
         command("train", *SETTINGS, "--run.dir", str(run)),
-        env=environment(2),
+        env=environment(RANKS),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -41,9 +41,9 @@ def reached(step: int, run: Path) -> bool:
 
 def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    launch("train", *SETTINGS, "--run.dir", str(whole), nproc=2)
+    launch("train", *SETTINGS, "--run.dir", str(whole), nproc=RANKS)
     kill_at(18, killed)
-    again = launch("train", *SETTINGS, "--run.dir", str(killed), nproc=2)
+    again = launch("train", *SETTINGS, "--run.dir", str(killed), nproc=RANKS)
 
     assert "step 0 of" not in again.stdout  # It went on, and did not start afresh.
     expected, weights = load_model(whole), load_model(killed)

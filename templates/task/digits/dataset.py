@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from .config import DatasetConfig
+from .config import Config
 
 FILE = Path(__file__).with_name("digits.npz")
 CLASSES = 10
@@ -54,9 +54,9 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]
 
 
-def build_datasets(config: DatasetConfig, seed: int) -> tuple[Digits, Digits]:
+def build_datasets(config: Config) -> tuple[Digits, Digits]:
     """The training set, augmented, and the test set, as it is."""
-    return Digits("train", config.max_shift, seed), Digits("test")
+    return Digits("train", config.dataset.max_shift, config.run.seed), Digits("test")
 
 
 def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:

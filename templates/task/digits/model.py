@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from torch import Tensor, nn
+#:: if cookiecutter.parallelism == "tensor" ::#
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+#:: endif ::#
 from torch.nn import functional as F
 
-from .config import ModelConfig, UserError
+from .config import GROUPS, ModelConfig
 
-GROUPS = 8
 CLASSES = 10
 
 
@@ -57,6 +60,15 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.linear(features.mean(dim=(2, 3)))
+    #:: if cookiecutter.parallelism == "tensor" ::#
+
+    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        """Each rank takes some of the features to all classes; the sum over the ranks are the logits.
+
+        The other blocks are convolutions, which PyTorch cannot slice: they have no plan, and every rank has them whole.
+        """
+        return {"linear": RowwiseParallel(input_layouts=Replicate())}
+    #:: endif ::#
 
 
 def build_norm(norm: str, width: int) -> nn.GroupNorm | nn.BatchNorm2d:
@@ -65,13 +77,7 @@ def build_norm(norm: str, width: int) -> nn.GroupNorm | nn.BatchNorm2d:
 
 
 def build_model(config: ModelConfig) -> nn.Sequential:
-    """The network on the CPU, with weights drawn from PyTorch's global generator.
-
-    Raises:
-        UserError: if the width does not divide into the groups of GroupNorm.
-    """
-    if config.width % GROUPS:
-        raise UserError(f"model.width is {config.width}; give a multiple of {GROUPS}, the number of GroupNorm's groups")
+    """The network on the CPU, with weights drawn from PyTorch's global generator."""
     narrow, wide = config.width, 2 * config.width
     blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem(narrow, config.norm))
     for i in range(config.depth):

@@ -6,6 +6,8 @@ from importlib import import_module
 
 import torch
 
+from support import settings
+
 dataset = import_module("{{ cookiecutter.__package }}.dataset")
 
 
@@ -26,5 +28,5 @@ def test_an_image_moves_by_seed_epoch_and_index() -> None:
 
 
 def test_evaluation_sees_images_as_they_are() -> None:
-    _, test_set = dataset.build_datasets(dataset.DatasetConfig(max_shift=3), seed=0)
+    _, test_set = dataset.build_datasets(settings("--dataset.max_shift", "3"))
     assert torch.equal(test_set[0, 7][0], test_set[9, 7][0])

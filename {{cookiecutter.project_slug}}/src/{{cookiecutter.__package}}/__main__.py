@@ -1,4 +1,4 @@
-"""The command line of one rank: ``train``, ``evaluate`` or ``convert``; ``--help`` shows every setting."""
+"""The command line of one rank: a subcommand and its settings, which ``--help`` shows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .checks import check
 from .commandline import parse
-from .config import UserError, check, fail
+from .config import UserError, fail
 from .launcher_watch import end_with_launcher
 
 
@@ -22,9 +23,13 @@ def main(argv: Sequence[str]) -> None:
     command, config, paths = parse(argv)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
+    from .benchmark import benchmark
     from .convert import convert
     from .distributed import choose_arithmetic, process_group
     from .evaluate import evaluate
+    #:: if cookiecutter.task == "language" ::#
+    from .generate import generate
+    #:: endif ::#
     from .train import train
 
     try:
@@ -32,11 +37,17 @@ def main(argv: Sequence[str]) -> None:
             if os.environ.get("RANK", "0") == "0":
                 convert(Path(paths["checkpoint"]), Path(paths["output"]))
             return
-        check(config, size, training=command == "train")
+        check(config, size, training=command != "evaluate")
         choose_arithmetic(config.train.exact)
         with process_group(config) as world:
             if command == "train":
                 train(config, world)
+            elif command == "benchmark":
+                benchmark(config, world)
+            #:: if cookiecutter.task == "language" ::#
+            elif command == "generate":
+                generate(paths["checkpoint"], config, world)
+            #:: endif ::#
             else:
                 evaluate(paths["checkpoint"], config, world)
     except UserError as error:

@@ -10,6 +10,17 @@ from jsonargparse import ArgumentParser
 
 from .config import Config, fail, from_dict, sections
 
+# What each subcommand does, and the paths that it needs.
+COMMANDS = {
+    "train": ("train, or go on from the newest checkpoint of run.dir", ()),
+    "evaluate": ("score --checkpoint PATH on the whole test set", ("checkpoint",)),
+    #:: if cookiecutter.task == "language" ::#
+    "generate": ("print text that --checkpoint PATH goes on with", ("checkpoint",)),
+    #:: endif ::#
+    "benchmark": ("measure where the time of a training step goes", ()),
+    "convert": ("write --checkpoint PATH in the other format as --output PATH", ("checkpoint", "output")),
+}
+
 
 class Parser(ArgumentParser):
     """A parser whose errors are one line."""
@@ -38,27 +49,27 @@ def parse(argv: Sequence[str]) -> tuple[str, Config, dict[str, str]]:
 
     parser = Parser(prog=__package__, description="Distributed training in plain PyTorch.")
     commands = parser.add_subcommands(required=True, dest="command")
-    train, evaluate = settings_parser(), settings_parser()
-    evaluate.set_defaults({"run.dir": ""})
-    commands.add_subcommand("train", train, help="train, or go on from the newest checkpoint of run.dir")
-    commands.add_subcommand("evaluate", evaluate, help="score --checkpoint PATH on the whole test set")
-    commands.add_subcommand("convert", Parser(), help="write --checkpoint PATH in the other format as --output PATH")
+    for name, (purpose, _) in COMMANDS.items():
+        commands.add_subcommand(name, Parser() if name == "convert" else settings_parser(name), help=purpose)
     parsed = parser.parse_args(rest)
 
-    settings, paths = parsed[parsed.command], vars(found)
-    if sorted(paths) != {"train": [], "evaluate": ["checkpoint"], "convert": ["checkpoint", "output"]}[parsed.command]:
-        fail(
-            "evaluate needs --checkpoint PATH, and convert --output PATH besides; train takes none, but "
-            "--checkpoint.resume PATH to start from one"
-        )
-    config = Config() if parsed.command == "convert" else from_dict({k: vars(settings[k]) for k in sections()})
-    return parsed.command, config, paths
+    command, paths = parsed.command, vars(found)
+    needed = COMMANDS[command][1]
+    if command == "train" and paths:
+        fail("train takes no --checkpoint and no --output, but --checkpoint.resume PATH to start from one")
+    if tuple(paths) != needed:
+        wanted = " and ".join(f"--{path} PATH" for path in needed) or "neither"
+        fail(f"of --checkpoint and --output, {command} needs {wanted}")
+    settings = parsed[command]
+    return command, Config() if command == "convert" else from_dict({k: vars(settings[k]) for k in sections()}), paths
 
 
-def settings_parser() -> ArgumentParser:
+def settings_parser(command: str) -> ArgumentParser:
     """A parser of every setting of ``Config``, by section."""
     parser = Parser()
     parser.add_argument("--config", action="config", help="YAML file of settings; later arguments override it.")
     for name, kind in sections().items():
         parser.add_class_arguments(kind, name)
+    if command == "evaluate":
+        parser.set_defaults({"run.dir": ""})  # Only where it is given, its record goes into metrics.jsonl there.
     return parser

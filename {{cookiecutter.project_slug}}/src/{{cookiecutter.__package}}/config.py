@@ -6,7 +6,6 @@ fraction of a second, before any process is started.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -38,7 +37,11 @@ class RunConfig:
 class DataConfig:
     """How samples become batches, whatever they hold."""
 
+    #:: if cookiecutter.task == "digits" ::#
     global_batch_size: PositiveInt = 64
+    #:: else ::#
+    global_batch_size: PositiveInt = 32
+    #:: endif ::#
     """Samples that one optimizer step sees, over all ranks together."""
     eval_batch_size: PositiveInt = 256
     """Samples in one forward pass of evaluation, on each rank."""
@@ -68,20 +71,35 @@ class OptimConfig:
     """Decoupled weight decay of matrices and kernels; biases and normalisation weights have none."""
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates of the first and the second moment."""
+    #:: if cookiecutter.task == "digits" ::#
     eps: PositiveFloat = 1e-8
     """AdamW's term in the denominator."""
+    #:: else ::#
+    eps: PositiveFloat = 1e-6
+    """AdamW's term in the denominator: gradients well below it, which may be rounding alone, make no whole steps."""
+    #:: endif ::#
 
 
 @dataclass
 class TrainConfig:
     """The loop."""
 
+    #:: if cookiecutter.task == "digits" ::#
     epochs: PositiveInt = 20
+    #:: else ::#
+    epochs: PositiveInt = 1
+    #:: endif ::#
     """Passes over the training set."""
     max_steps: PositiveInt | None = None
     """Stop after this many optimizer steps; the schedule keeps its length, so a later run can go on from there."""
+    #:: if cookiecutter.parallelism == "pipeline" ::#
+    microbatches: PositiveInt = 8
+    """Pieces of a pipeline's share of the batch that pass through the stages one after the other: the more, the less
+    the stages wait for each other."""
+    #:: else ::#
     microbatches: PositiveInt = 1
     """Pieces into which a rank cuts its share of the batch, to save memory; the result stays the same."""
+    #:: endif ::#
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward; weights stay in fp32, and fp16 scales its loss."""
     exact: bool = True
@@ -95,7 +113,11 @@ class TrainConfig:
     """Largest norm of the whole gradient; null does not clip."""
     log_every: PositiveInt = 10
     """Steps between two lines of metrics; the device is waited for only then."""
+    #:: if cookiecutter.task == "digits" ::#
     eval_every: PositiveInt | None = 110
+    #:: else ::#
+    eval_every: PositiveInt | None = 475
+    #:: endif ::#
     """Steps between two evaluations; null evaluates at the end alone."""
 
 
@@ -106,7 +128,11 @@ class CheckpointConfig:
     format: Literal["full", "sharded"] = "full"
     """full: a file that rank 0 puts together. sharded: a folder, for models too large for that; every rank writes what
     it holds, while training goes on. A run goes on from either; convert makes one of the other."""
+    #:: if cookiecutter.task == "digits" ::#
     every_steps: PositiveInt | None = 110
+    #:: else ::#
+    every_steps: PositiveInt | None = 475
+    #:: endif ::#
     """Steps between two checkpoints; null saves at the end and for a new best alone."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep; the best one is kept besides."""
@@ -143,6 +169,9 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    #:: if cookiecutter.task == "language" ::#
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    #:: endif ::#
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
 
@@ -163,6 +192,8 @@ def from_dict(settings: Mapping[str, Mapping[str, Any]]) -> Config:
 
     def plain(value: Any) -> Any:
         # The parser's numbers know their bounds; a checkpoint that is read safely holds plain numbers alone.
+        if isinstance(value, list | tuple):
+            return type(value)(map(plain, value))
         number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
         return value if number is None else number(value)
 
@@ -174,29 +205,3 @@ def from_dict(settings: Mapping[str, Mapping[str, Any]]) -> Config:
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The settings as nested dictionaries of plain values."""
     return asdict(config)
-
-
-def check(config: Config, world_size: int, training: bool) -> None:
-    """Refuse settings that are well-formed but cannot work together.
-
-    Raises:
-        UserError: naming the setting, and what would work.
-    """
-    for name, section in to_dict(config).items():
-        for key, value in section.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"{name}.{key} is {value}; give a finite number")
-    if config.run.seed >= 2**32:
-        raise UserError(f"run.seed is {config.run.seed}; give a number below 2**32")
-    if not all(0 <= beta < 1 for beta in config.optim.betas):
-        raise UserError(f"optim.betas is {list(config.optim.betas)}; give two numbers from 0 to below 1")
-    config.parallel.check(config, world_size)
-    data_size = config.parallel.data_size(world_size)
-    share = data_size * config.train.microbatches
-    batch = config.data.global_batch_size
-    if training and batch % share:
-        fits = " or ".join(str(size) for size in (batch // share * share, -(-batch // share) * share) if size)
-        raise UserError(
-            f"data.global_batch_size is {batch}, which does not divide into {data_size} share(s) x "
-            f"{config.train.microbatches} micro-batch(es); {fits} would"
-        )

@@ -64,7 +64,8 @@ def process_group(settings: Config) -> Iterator[World]:
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=config.startup_timeout_seconds),
-        device_id=world.device if world.device.type != "cpu" else None,
+        # A process with several devices uses the backend on all of them.
+        device_id=world.device if world.device.type != "cpu" and settings.parallel.devices_per_rank() == 1 else None,
         **rendezvous(config.init_method, world),
     )
     try:

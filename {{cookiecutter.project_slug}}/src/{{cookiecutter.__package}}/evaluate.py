@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint, dataset
-from .config import Config, ModelConfig, check
+from .checks import check
+from .config import Config, ModelConfig
 from .data import EvalSampler, build_loader
 from .distributed import World, on_main
 from .model import build_model
@@ -100,20 +101,27 @@ def merge(shares: list[Scores], length: int) -> Scores:
 def evaluate(path: str, config: Config, world: World) -> None:
     """Score the checkpoint at ``path`` on the test set and tell the figures.
 
-    The network is the one that was saved: the checkpoint's own ``model`` settings are used.
-
     Raises:
         UserError: if it is no checkpoint of this project, or does not fit.
+    """
+    header, parallel = load(path, config, world)
+    _, test_set = dataset.build_datasets(config)
+    record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
+    record |= Evaluator(test_set, parallel, config)()
+    on_main(lambda: tell(record, config.run.dir), world)
+
+
+def load(path: str, config: Config, world: World) -> tuple[dict[str, Any], Parallel]:
+    """The small parts of the checkpoint at ``path``, and its model, spread over the ranks; a collective.
+
+    The network is the one that was saved: the checkpoint's own ``model`` settings replace those of ``config``.
     """
     header, state = checkpoint.read_on_main(Path(path), world)
     config.model = ModelConfig(**header["config"]["model"])
     check(config, world.size, training=False)
-    _, test_set = dataset.build_datasets(config.dataset, config.run.seed)
     parallel = Parallel(build_model(config.model), dataset.loss_fn, config, world)
     checkpoint.load(Path(path), header, state, parallel)
-    record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
-    record |= Evaluator(test_set, parallel, config)()
-    on_main(lambda: tell(record, config.run.dir), world)
+    return header, parallel
 
 
 def tell(record: dict[str, Any], folder: str) -> None:

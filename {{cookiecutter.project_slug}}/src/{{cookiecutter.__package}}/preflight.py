@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .checks import check
 from .commandline import parse
-from .config import Config, UserError, check, fail
+from .config import Config, UserError, fail
 from .rundir import find_start
 
 
@@ -26,12 +27,12 @@ def preflight(argv: Sequence[str]) -> int:
     """
     command, config, paths = parse(argv)
     try:
-        if command != "train" and not Path(paths["checkpoint"]).exists():
+        if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
             raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
         if command == "convert":
             return 1
         size = count_ranks(config)
-        check(config, size, training=command == "train")
+        check(config, size, training=command != "evaluate")
         if command == "train":
             find_start(config)
     except UserError as error:

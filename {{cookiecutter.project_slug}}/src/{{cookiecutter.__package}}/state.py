@@ -40,7 +40,9 @@ def collect(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
     outlines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outlines, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     # All ranks go through the names in the same order, so that those with a shard of a tensor gather it together.
-    owners = {name: rank for rank, outline in reversed(list(enumerate(outlines))) for name in outline}
+    owners: dict[str, int] = {}
+    for rank, outline in enumerate(outlines):
+        owners |= {name: rank for name in outline if name not in owners}
     rank, full = dist.get_rank(), {}
     for name, owner in owners.items():
         if name in tensors:

@@ -42,7 +42,7 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         torch.manual_seed(config.run.seed)  # The same initial weights on every rank.
-        train_set, test_set = dataset.build_datasets(config.dataset, config.run.seed)
+        train_set, test_set = dataset.build_datasets(config)
         self.parallel = Parallel(build_model(config.model), dataset.loss_fn, config, world)
         seed_rank(config.run.seed, world.rank)
 

@@ -1,0 +1,219 @@
+"""Pipeline parallel: every rank holds a run of the model's blocks, and micro-batches pass from rank to rank.
+
+While a micro-batch is in one stage, the other stages work on others; the schedule says in which order a rank takes the
+forwards and backwards of its own. With several pipelines side by side, each reads its share of the batch, and equal
+stages add up their gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from .blocks import prepare_blocks
+from .config import Config, ParallelConfig
+from .distributed import World
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Parallel:
+    """The model, spread over the ranks. All that the rest of the package knows of how the work is split is this class.
+
+    Attributes:
+        module: What this rank holds of the model; its parameters have the names that they have in the whole one.
+        device: Where inputs and targets have to be.
+        data_rank: Which share of every batch this rank reads; all ranks of a pipeline read the same one.
+        data_size: Number of such shares.
+    """
+
+    def __init__(
+        self, model: nn.Sequential, loss_fn: Callable[[Tensor, Tensor], Tensor], config: Config, world: World
+    ) -> None:
+        """Spread ``model``, which has to hold the same weights on every rank.
+
+        Args:
+            model: A sequence of named blocks, on the CPU.
+            loss_fn: Takes outputs and targets, gives their mean loss as a scalar.
+            config: The run's settings.
+            world: This process's place.
+        """
+        self.config, self.device, self.loss_fn = config.parallel, world.device, loss_fn
+        # Neighbours in number average gradients, which is more to send than the activations between stages.
+        shape = (world.size // self.config.replicas, self.config.replicas)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "data"))
+        self.pipeline, self.data = mesh["pipeline"].get_group(), mesh["data"].get_group()
+        self.data_rank, self.data_size = mesh.get_local_rank("data"), self.config.replicas
+        self.microbatches = config.train.microbatches
+
+        # The stages without their weights: they tell what shape leaves each.
+        self.outline = cut(copy.deepcopy(model).to("meta"), self.config, shape[0])
+        self.owners = place(len(self.outline), shape[0], self.config.schedule)
+        self.rank = mesh.get_local_rank("pipeline")
+        prepare_blocks(model, config.train)
+        dtype = AUTOCAST.get(config.train.precision)
+        mine = {index: stage for index, stage in enumerate(cut(model, self.config, shape[0])) if self.holds(index)}
+        self.module = nn.Sequential(
+            OrderedDict(block for stage in mine.values() for block in stage.named_children())
+        ).to(self.device)
+        self.stages = {index: Stage(blocks, dtype) for index, blocks in mine.items()}
+        self.schedule: Any = None  # Built in the first step, when the shape of a micro-batch is known.
+
+    def train(self) -> None:
+        """Switch the model to training."""
+        self.module.train()
+
+    def eval(self) -> None:
+        """Switch the model to evaluation; a collective."""
+        self.average_buffers()
+        self.module.eval()
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        """Forward and backward of one global batch, of which this rank's pipeline has a share.
+
+        Leaves in every parameter the gradient of the mean loss over the global batch (times the scaler's factor).
+
+        Args:
+            inputs: This pipeline's inputs, ``global_batch_size / data_size`` of them.
+            targets: Their targets.
+            scaler: Scales the loss of fp16, and nothing else.
+
+        Returns:
+            This rank's part of the mean loss, a detached scalar on the device: the sum over all ranks is the mean.
+        """
+        if self.schedule is None:
+            self.schedule = self.build_schedule(inputs.chunk(self.microbatches)[0])
+        self.total = torch.zeros((), device=self.device)
+        self.factor = scaler.scale(torch.ones_like(self.total))
+        fed = [inputs] if self.holds(0) else []
+        self.schedule.step(*fed, target=targets if self.holds(-1) else None, return_outputs=False)
+        self.add_up_gradients()
+        if scaler.is_enabled():
+            # One stage's overflow has to be everyone's, or some would step and others not: its NaN is passed on.
+            self.gradients()[0] += self.gradient_norm() * 0
+        return self.total
+
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        """The model's outputs for this pipeline's ``inputs`` on the rank of the last stage, None on the others.
+
+        All ranks of a pipeline have to call it together.
+        """
+        # In pieces, so that the stages work side by side; a rank with several stages would wait for itself.
+        pieces = inputs.chunk(self.microbatches if len(self.stages) == 1 else 1)
+        outputs: dict[int, Tensor] = {}
+        sent = []
+        for index, stage in self.stages.items():
+            for number, piece in enumerate(pieces):
+                if index == 0:
+                    outputs[number] = stage(piece)
+                else:
+                    local = self.holds(index - 1)
+                    outputs[number] = stage(outputs[number] if local else self.receive(index, piece))
+                if index + 1 < len(self.owners) and not self.holds(index + 1):
+                    neighbour = self.owners[index + 1]
+                    sent.append(dist.isend(outputs[number].contiguous(), group=self.pipeline, group_dst=neighbour))
+        for work in filter(None, sent):
+            work.wait()
+        return torch.cat(list(outputs.values())) if self.holds(-1) else None
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
+        norm = self.gradient_norm()
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
+        return norm
+
+    def average_buffers(self) -> None:
+        """Make the running statistics of BatchNorm the mean over the pipelines, each of which saw other samples."""
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point() and self.data_size > 1:
+                dist.all_reduce(buffer, group=self.data)
+                buffer /= self.data_size
+
+    def holds(self, index: int) -> bool:
+        """Whether stage ``index`` is on this rank."""
+        return self.owners[index] == self.rank
+
+    def build_schedule(self, microbatch: Tensor) -> Any:
+        """The schedule for micro-batches like this one; each stage is told what comes in and goes out."""
+        self.scheduled, outputs = [], microbatch.to("meta")
+        for index, outline in enumerate(self.outline):
+            inputs, outputs = outputs, outline(outputs).detach().requires_grad_()
+            if self.holds(index):
+                size, group = len(self.outline), self.pipeline
+                stage = PipelineStage(self.stages[index], index, size, self.device, inputs, outputs, group=group)
+                self.scheduled.append(stage)
+        kind = get_schedule_class(self.config.schedule)
+        held: Any = self.scheduled[0] if issubclass(kind, PipelineScheduleSingle) else self.scheduled
+        return kind(held, self.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
+
+    def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The part of one micro-batch in the mean loss over the global batch, times the scaler's factor."""
+        loss = self.loss_fn(outputs, targets) / (self.microbatches * self.data_size)
+        self.total += loss.detach()
+        return loss * self.factor
+
+    def add_up_gradients(self) -> None:
+        """Sum the gradients of equal stages over the pipelines, each of which has its part of the mean."""
+        if self.data_size > 1:
+            for work in [dist.all_reduce(grad, group=self.data, async_op=True) for grad in self.gradients()]:
+                work.wait()
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of this rank's stages."""
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the gradient of the whole model, over all stages."""
+        squared = nn.utils.get_total_norm(self.gradients()) ** 2
+        dist.all_reduce(squared, group=self.pipeline)
+        return squared.sqrt()
+
+    def receive(self, index: int, inputs: Tensor) -> Tensor:
+        """What the stages before ``index`` made of ``inputs``, from the rank that holds the last of them."""
+        shaped = inputs.to("meta")
+        for outline in self.outline[:index]:
+            shaped = outline(shaped)
+        received = torch.empty(shaped.shape, device=self.device)
+        dist.recv(received, group=self.pipeline, group_src=self.owners[index - 1])
+        return received
+
+
+class Stage(nn.Module):
+    """A run of blocks that computes as ``train.precision`` says and passes on fp32, whatever its last block gave."""
+
+    def __init__(self, blocks: nn.Sequential, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.blocks, self.dtype = blocks, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+            return self.blocks(x).float()
+
+
+def cut(model: nn.Sequential, config: ParallelConfig, length: int) -> list[nn.Sequential]:
+    """The stages of ``model`` for a pipeline of ``length`` ranks: runs of blocks, which keep their names."""
+    weights = [sum(p.numel() for p in block.parameters()) for block in model]
+    lengths = config.split or balance(weights, length * config.stages())
+    blocks = list(model.named_children())
+    return [nn.Sequential(OrderedDict(blocks[a:b])) for a, b in pairwise([0, *accumulate(lengths)])]
+
+
+def place(stages: int, length: int, schedule: str) -> list[int]:
+    """The rank of each stage in its pipeline: round and round, or forth and back where the schedule is a V."""
+    forth = list(range(length))
+    laps = [forth, forth[::-1] if schedule in ("ZBVZeroBubble", "DualPipeV") else forth]
+    return [rank for lap in range(stages // length) for rank in laps[lap % 2]]
+
+
+#:: include "parallelism/balance.py" ::#

@@ -1,0 +1,9 @@
+# Number of ranks and settings: the splits that have to give the result of one process.
+SPLITS = [(2, []), (4, ["--train.microbatches", "2", "--parallel.replicas", "2"])]
+#:: if cookiecutter.task == "language" ::#
+SPLITS += [(2, ["--parallel.sequence_parallel", "true"])]
+#:: endif ::#
+# And those whose evaluation has to.
+EVALUATIONS = [(2, []), (3, ["--parallel.replicas", "3"])]
+# The number of ranks where it does not matter.
+RANKS = 2
