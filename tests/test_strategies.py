@@ -189,6 +189,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(bake: Bake, tmp_path: Pat
     ("answers", "nproc", "settings", "named", "fits"),
     [
         ({"parallelism": "fsdp"}, 4, "--parallel.replicas 3", "parallel.replicas", "[1, 2, 4]"),
+        ({"parallelism": "fsdp"}, 2, "--model.norm batch --train.precision bf16", "model.norm", "train.precision fp32"),
         ({"parallelism": "pipeline"}, 4, "--parallel.replicas 3", "parallel.replicas", "[1, 2, 4]"),
         ({"parallelism": "pipeline"}, 9, "", "9 stages", "at most 8 rank(s)"),
         ({"parallelism": "pipeline"}, 4, "--train.microbatches 2", "train.microbatches", "give 4 or more"),

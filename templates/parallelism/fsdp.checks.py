@@ -1,5 +1,5 @@
 def check_layout(config: Config, world_size: int) -> None:
-    """Refuse a layout that the ranks do not fill.
+    """Refuse a layout that the ranks do not fill, and what FSDP cannot do.
 
     Raises:
         UserError: naming the setting, and what would work.
@@ -8,3 +8,10 @@ def check_layout(config: Config, world_size: int) -> None:
     if world_size % layout.replicas:
         fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise UserError(f"parallel.replicas is {layout.replicas}, but {world_size} rank(s) divide into {fits}")
+    #:: if cookiecutter.task == "digits" ::#
+    if config.model.norm == "batch" and config.train.precision != "fp32":
+        raise UserError(
+            f"model.norm batch keeps its statistics in fp32, which do not go with weights in {config.train.precision}; "
+            "give model.norm group, or train.precision fp32"
+        )
+    #:: endif ::#

@@ -53,9 +53,9 @@ class Parallel:
         self.microbatches = config.train.microbatches
         self.autocast_dtype = AUTOCAST.get(config.train.precision)
         prepare_blocks(model, config.train)
-        self.module = model.to(self.device)
-        for block in model:
-            slice_block(block, mesh["tensor"], config.parallel.sequence_parallel)
+        self.module = model
+        for block in model:  # One by one, so that the whole model never lies on the device.
+            slice_block(block.to(self.device), mesh["tensor"], config.parallel.sequence_parallel)
 
     def train(self) -> None:
         """Switch the model to training."""

@@ -12,6 +12,7 @@ import torch
 
 from support import settings
 
+checks = import_module("{{ cookiecutter.__package }}.checks")
 config = import_module("{{ cookiecutter.__package }}.config")
 dataset = import_module("{{ cookiecutter.__package }}.dataset")
 model = import_module("{{ cookiecutter.__package }}.model")
@@ -65,7 +66,7 @@ def test_a_folder_is_joined_once_without_what_is_no_text(tmp_path: Path) -> None
 )
 def test_what_cannot_work_is_refused(words: str, named: str) -> None:
     with pytest.raises(config.UserError, match=named):
-        config.check(settings(*words.split()), 1, training=True)
+        checks.check(settings(*words.split()), 1, training=True)
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
