@@ -77,6 +77,9 @@ def build_loader(
         sampler=sampler,
         num_workers=config.num_workers,
         persistent_workers=config.num_workers > 0,
+        # Not a fork: it would take over the locks that other threads (of collectives, of backward) hold just then, and
+        # may wait for one forever.
+        multiprocessing_context="spawn" if config.num_workers else None,
         pin_memory=device.type == "cuda",
         # Its own generator: a new iterator would otherwise draw from the global one, and a resumed run would differ.
         generator=torch.Generator(),
