@@ -11,7 +11,7 @@ import torch
 
 from support import RANKS, command, environment, launch, load_model, read_records
 
-STEPS = 40
+STEPS = 30
 SETTINGS = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 15 --checkpoint.every_steps 4".split()
 
 
@@ -42,7 +42,7 @@ def reached(step: int, run: Path) -> bool:
 def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     launch("train", *SETTINGS, "--run.dir", str(whole), nproc=RANKS)
-    kill_at(18, killed)
+    kill_at(14, killed)
     again = launch("train", *SETTINGS, "--run.dir", str(killed), nproc=RANKS)
 
     assert "step 0 of" not in again.stdout  # It went on, and did not start afresh.
