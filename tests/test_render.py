@@ -31,7 +31,7 @@ TRACES = {
     ("task", "digits"): r"\bUCI\b|digits\.(npz|md)|accuracy|pixel|GroupNorm",
     ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|model\.context",
     ("tracker", "tensorboard"): r"tensorboard",
-    ("launcher", "spawn"): r"\bspawn|launch\.py",
+    ("launcher", "spawn"): r"\bspawn(?!\")|launch\.py",  # Loader processes are started by a method called "spawn".
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone",
     ("docker", True): r"docker|container",
 }
