@@ -7,14 +7,13 @@ computed and the optimizer steps. On a machine without accelerators the model is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .config import Config
 from .distributed import World
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Parallel:
@@ -25,6 +24,7 @@ class Parallel:
         device: Where inputs and targets have to be.
         data_rank: Which share of every batch this rank reads.
         data_size: Number of such shares.
+        data_group: The ranks that hold the same part of the model and read other shares; None if that is all ranks.
     """
 
     def __init__(
@@ -39,21 +39,14 @@ class Parallel:
             world: This process's place.
         """
         self.data_rank, self.data_size = 0, 1
+        self.data_group = None
         self.device = world.device
         self.loss_fn = loss_fn
         self.microbatches = config.train.microbatches
-        self.autocast_dtype = AUTOCAST.get(config.train.precision)
+        self.autocast = build_autocast(self.device, config.train.precision)
         self.module = model.to(self.device)
         devices = None if config.parallel.devices is None else list(range(config.parallel.devices))
         self.copies = nn.DataParallel(self.module, devices if self.device.type != "cpu" else None)
-
-    def train(self) -> None:
-        """Switch the model to training."""
-        self.module.train()
-
-    def eval(self) -> None:
-        """Switch the model to evaluation."""
-        self.module.eval()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Forward and backward of one global batch, of which this rank has a share.
@@ -86,9 +79,5 @@ class Parallel:
         """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-    def average_buffers(self) -> None:
-        """Nothing to do: one process has one set of buffers, that of the first accelerator."""
 
-    def autocast(self) -> torch.autocast:
-        """The arithmetic of ``train.precision``."""
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+#:: include "parallelism/autocast.py" ::#

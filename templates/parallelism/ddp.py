@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .blocks import prepare_blocks
 from .config import Config, UserError
 from .distributed import World
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Parallel:
@@ -29,6 +27,7 @@ class Parallel:
         device: Where inputs and targets have to be.
         data_rank: Which share of every batch this rank reads.
         data_size: Number of such shares.
+        data_group: The ranks that hold the same part of the model and read other shares; None if that is all ranks.
     """
 
     def __init__(
@@ -43,10 +42,11 @@ class Parallel:
             world: This process's place.
         """
         self.data_rank, self.data_size = world.rank, config.parallel.data_size(world.size)
+        self.data_group = None
         self.device = world.device
         self.loss_fn = loss_fn
         self.microbatches = config.train.microbatches
-        self.autocast_dtype = AUTOCAST.get(config.train.precision)
+        self.autocast = build_autocast(self.device, config.train.precision)
         if config.parallel.sync_batch_norm:
             if self.device.type == "cpu" and world.size > 1:
                 raise UserError("parallel.sync_batch_norm needs accelerators: PyTorch's SyncBatchNorm refuses the CPU")
@@ -57,22 +57,13 @@ class Parallel:
         self.ddp = DistributedDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
-            # Buffers are averaged when they are looked at (see average_buffers), not sent around in every forward.
+            # Buffers are averaged when they are looked at (see state.py), not sent around in every forward.
             forward_sync_buffers=False,
             bucket_cap_mb=config.parallel.bucket_cap_mb,
             gradient_as_bucket_view=config.parallel.gradient_as_bucket_view,
             static_graph=config.parallel.static_graph,
             find_unused_parameters=config.parallel.find_unused_parameters,
         )
-
-    def train(self) -> None:
-        """Switch the model to training."""
-        self.ddp.train()
-
-    def eval(self) -> None:
-        """Switch the model to evaluation; a collective."""
-        self.average_buffers()
-        self.ddp.eval()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Forward and backward of one global batch, of which this rank has a share.
@@ -107,13 +98,5 @@ class Parallel:
         """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-    def average_buffers(self) -> None:
-        """Make the running statistics of BatchNorm the mean over the ranks, each of which saw other samples."""
-        for buffer in self.module.buffers():
-            if buffer.is_floating_point() and self.data_size > 1:
-                dist.all_reduce(buffer)
-                buffer /= self.data_size
 
-    def autocast(self) -> torch.autocast:
-        """The arithmetic of ``train.precision``."""
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+#:: include "parallelism/autocast.py" ::#

@@ -4,10 +4,7 @@ def check_layout(config: Config, world_size: int) -> None:
     Raises:
         UserError: naming the setting, and what would work.
     """
-    layout = config.parallel
-    if world_size % layout.replicas:
-        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise UserError(f"parallel.replicas is {layout.replicas}, but {world_size} rank(s) divide into {fits}")
+    check_replicas(config, world_size)
     #:: if cookiecutter.task == "digits" ::#
     if config.model.norm == "batch" and config.train.precision != "fp32":
         raise UserError(
@@ -15,3 +12,6 @@ def check_layout(config: Config, world_size: int) -> None:
             "give model.norm group, or train.precision fp32"
         )
     #:: endif ::#
+
+
+#:: include "parallelism/replicas.py" ::#

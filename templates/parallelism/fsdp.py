@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -33,6 +32,7 @@ class Parallel:
         device: Where inputs and targets have to be.
         data_rank: Which share of every batch this rank reads.
         data_size: Number of such shares.
+        data_group: The ranks that hold the same part of the model and read other shares; None if that is all ranks.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Parallel:
             world: This process's place.
         """
         self.data_rank, self.data_size = world.rank, config.parallel.data_size(world.size)
+        self.data_group = None
         self.device = world.device
         self.loss_fn = loss_fn
         self.microbatches = config.train.microbatches
@@ -55,15 +56,6 @@ class Parallel:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self.module = model
         shard(model, build_mesh(config.parallel, world), policy, config.parallel)
-
-    def train(self) -> None:
-        """Switch the model to training."""
-        self.module.train()
-
-    def eval(self) -> None:
-        """Switch the model to evaluation; a collective."""
-        self.average_buffers()
-        self.module.eval()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Forward and backward of one global batch, of which this rank has a share.
@@ -95,13 +87,6 @@ class Parallel:
         """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def average_buffers(self) -> None:
-        """Make the running statistics of BatchNorm the mean over the ranks, each of which saw other samples."""
-        for buffer in self.module.buffers():
-            if buffer.is_floating_point() and self.data_size > 1:
-                dist.all_reduce(buffer)
-                buffer /= self.data_size
 
 
 def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:

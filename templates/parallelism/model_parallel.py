@@ -11,15 +11,12 @@ from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .blocks import prepare_blocks
 from .config import Config
 from .distributed import World
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Parallel:
@@ -30,6 +27,7 @@ class Parallel:
         device: Where inputs and targets have to be: the first device of this rank.
         data_rank: Which share of every batch this rank reads.
         data_size: Number of such shares.
+        data_group: The ranks that hold the same part of the model and read other shares; None if that is all ranks.
     """
 
     def __init__(
@@ -44,30 +42,22 @@ class Parallel:
             world: This process's place.
         """
         self.data_rank, self.data_size = world.rank, config.parallel.data_size(world.size)
+        self.data_group = None
         self.device = world.device
         self.loss_fn = loss_fn
         self.microbatches = config.train.microbatches
-        self.autocast_dtype = AUTOCAST.get(config.train.precision)
+        self.autocast = build_autocast(self.device, config.train.precision)
         prepare_blocks(model, config.train)
         spread(model, own_devices(world.device, config.parallel.devices), config.parallel.split)
         self.module = model
         self.ddp = DistributedDataParallel(
             model,
             device_ids=None,  # The model says itself on which devices it lies.
-            # Buffers are averaged when they are looked at (see average_buffers), not sent around in every forward.
+            # Buffers are averaged when they are looked at (see state.py), not sent around in every forward.
             forward_sync_buffers=False,
             bucket_cap_mb=config.parallel.bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
-
-    def train(self) -> None:
-        """Switch the model to training."""
-        self.ddp.train()
-
-    def eval(self) -> None:
-        """Switch the model to evaluation; a collective."""
-        self.average_buffers()
-        self.ddp.eval()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Forward and backward of one global batch, of which this rank has a share.
@@ -103,17 +93,6 @@ class Parallel:
         """Scale the gradient down to ``max_norm`` where it is larger; gives its norm before, on the device."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-    def average_buffers(self) -> None:
-        """Make the running statistics of BatchNorm the mean over the ranks, each of which saw other samples."""
-        for buffer in self.module.buffers():
-            if buffer.is_floating_point() and self.data_size > 1:
-                dist.all_reduce(buffer)
-                buffer /= self.data_size
-
-    def autocast(self) -> torch.autocast:
-        """The arithmetic of ``train.precision``."""
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
-
 
 def own_devices(first: torch.device, count: int) -> list[torch.device]:
     """The ``count`` devices of this rank, from the first on; on a CPU, the CPU so many times."""
@@ -138,3 +117,6 @@ def move(device: torch.device, block: nn.Module, inputs: tuple[Tensor]) -> tuple
 
 
 #:: include "parallelism/balance.py" ::#
+
+
+#:: include "parallelism/autocast.py" ::#

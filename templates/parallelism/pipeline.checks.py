@@ -5,9 +5,7 @@ def check_layout(config: Config, world_size: int) -> None:
         UserError: naming the setting, and what would work.
     """
     layout = config.parallel
-    if world_size % layout.replicas:
-        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise UserError(f"parallel.replicas is {layout.replicas}, but {world_size} rank(s) divide into {fits}")
+    check_replicas(config, world_size)
     check_stages(config, length=world_size // layout.replicas)
     check_schedule(config, length=world_size // layout.replicas)
 
@@ -44,3 +42,6 @@ def check_schedule(config: Config, length: int) -> None:
         )
     if config.train.compile and name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         raise UserError(f"parallel.schedule {name} splits backward in two, which train.compile does not; turn it off")
+
+
+#:: include "parallelism/replicas.py" ::#

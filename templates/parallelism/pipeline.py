@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,8 +25,6 @@ from .blocks import prepare_blocks
 from .config import Config, ParallelConfig
 from .distributed import World
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Parallel:
     """The model, spread over the ranks. All that the rest of the package knows of how the work is split is this class.
@@ -36,6 +34,7 @@ class Parallel:
         device: Where inputs and targets have to be.
         data_rank: Which share of every batch this rank reads; all ranks of a pipeline read the same one.
         data_size: Number of such shares.
+        data_group: The ranks that hold the same part of the model and read other shares; None if that is all ranks.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Parallel:
         # Neighbours in number average gradients, which is more to send than the activations between stages.
         shape = (world.size // self.config.replicas, self.config.replicas)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "data"))
-        self.pipeline, self.data = mesh["pipeline"].get_group(), mesh["data"].get_group()
+        self.pipeline, self.data_group = mesh["pipeline"].get_group(), mesh["data"].get_group()
         self.data_rank, self.data_size = mesh.get_local_rank("data"), self.config.replicas
         self.microbatches = config.train.microbatches
 
@@ -62,22 +61,13 @@ class Parallel:
         self.owners = place(len(self.outline), shape[0], self.config.schedule)
         self.rank = mesh.get_local_rank("pipeline")
         prepare_blocks(model, config.train)
-        dtype = AUTOCAST.get(config.train.precision)
+        autocast = build_autocast(self.device, config.train.precision)
         mine = {index: stage for index, stage in enumerate(cut(model, self.config, shape[0])) if self.holds(index)}
         self.module = nn.Sequential(
             OrderedDict(block for stage in mine.values() for block in stage.named_children())
         ).to(self.device)
-        self.stages = {index: Stage(blocks, dtype) for index, blocks in mine.items()}
+        self.stages = {index: Stage(blocks, autocast) for index, blocks in mine.items()}
         self.schedule: Any = None  # Built in the first step, when the shape of a micro-batch is known.
-
-    def train(self) -> None:
-        """Switch the model to training."""
-        self.module.train()
-
-    def eval(self) -> None:
-        """Switch the model to evaluation; a collective."""
-        self.average_buffers()
-        self.module.eval()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Forward and backward of one global batch, of which this rank's pipeline has a share.
@@ -133,13 +123,6 @@ class Parallel:
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
-    def average_buffers(self) -> None:
-        """Make the running statistics of BatchNorm the mean over the pipelines, each of which saw other samples."""
-        for buffer in self.module.buffers():
-            if buffer.is_floating_point() and self.data_size > 1:
-                dist.all_reduce(buffer, group=self.data)
-                buffer /= self.data_size
-
     def holds(self, index: int) -> bool:
         """Whether stage ``index`` is on this rank."""
         return self.owners[index] == self.rank
@@ -166,8 +149,7 @@ class Parallel:
     def add_up_gradients(self) -> None:
         """Sum the gradients of equal stages over the pipelines, each of which has its part of the mean."""
         if self.data_size > 1:
-            for work in [dist.all_reduce(grad, group=self.data, async_op=True) for grad in self.gradients()]:
-                work.wait()
+            add_up(self.gradients(), self.data_group)
 
     def gradients(self) -> list[Tensor]:
         """The gradients of this rank's stages."""
@@ -192,12 +174,12 @@ class Parallel:
 class Stage(nn.Module):
     """A run of blocks that computes as ``train.precision`` says and passes on fp32, whatever its last block gave."""
 
-    def __init__(self, blocks: nn.Sequential, dtype: torch.dtype | None) -> None:
+    def __init__(self, blocks: nn.Sequential, autocast: Callable[[], torch.autocast]) -> None:
         super().__init__()
-        self.blocks, self.dtype = blocks, dtype
+        self.blocks, self.autocast = blocks, autocast
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+        with self.autocast():
             return self.blocks(x).float()
 
 
@@ -217,3 +199,9 @@ def place(stages: int, length: int, schedule: str) -> list[int]:
 
 
 #:: include "parallelism/balance.py" ::#
+
+
+#:: include "parallelism/autocast.py" ::#
+
+
+#:: include "parallelism/add_up.py" ::#

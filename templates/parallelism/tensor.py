@@ -7,7 +7,8 @@ slices add up their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,6 @@ from .blocks import prepare_blocks
 from .config import Config
 from .distributed import World
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Parallel:
     """The model, spread over the ranks. All that the rest of the package knows of how the work is split is this class.
@@ -31,6 +30,7 @@ class Parallel:
         device: Where inputs and targets have to be.
         data_rank: Which share of every batch this rank reads.
         data_size: Number of such shares.
+        data_group: The ranks that hold the same part of the model and read other shares; None if that is all ranks.
     """
 
     def __init__(
@@ -46,25 +46,16 @@ class Parallel:
         """
         shape = (config.parallel.replicas, world.size // config.parallel.replicas)
         mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "tensor"))
-        self.data, self.is_first = mesh["data"].get_group(), mesh.get_local_rank("tensor") == 0
+        self.data_group, self.is_first = mesh["data"].get_group(), mesh.get_local_rank("tensor") == 0
         self.data_rank, self.data_size = mesh.get_local_rank("data"), shape[0]
         self.device = world.device
         self.loss_fn = loss_fn
         self.microbatches = config.train.microbatches
-        self.autocast_dtype = AUTOCAST.get(config.train.precision)
+        self.autocast = build_autocast(self.device, config.train.precision)
         prepare_blocks(model, config.train)
         self.module = model
         for block in model:  # One by one, so that the whole model never lies on the device.
             slice_block(block.to(self.device), mesh["tensor"], config.parallel.sequence_parallel)
-
-    def train(self) -> None:
-        """Switch the model to training."""
-        self.module.train()
-
-    def eval(self) -> None:
-        """Switch the model to evaluation; a collective."""
-        self.average_buffers()
-        self.module.eval()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Forward and backward of one global batch, of which this rank has a share.
@@ -110,9 +101,7 @@ class Parallel:
     def add_up_gradients(self) -> None:
         """Sum the gradients of equal slices over the groups, each of which has its part of the mean."""
         if self.data_size > 1:
-            gradients = [gradient.to_local() for gradient in self.gradients()]
-            for work in [dist.all_reduce(gradient, group=self.data, async_op=True) for gradient in gradients]:
-                work.wait()
+            add_up([gradient.to_local() for gradient in self.gradients()], self.data_group)
 
     def gradients(self) -> list[DTensor]:
         """The gradients of this rank's slices, and of what it has whole."""
@@ -122,17 +111,6 @@ class Parallel:
         """The norm of the gradient of the whole model, over all slices."""
         norm: DTensor = nn.utils.get_total_norm(self.gradients())  # type: ignore[assignment]
         return norm.full_tensor()
-
-    def average_buffers(self) -> None:
-        """Make the running statistics of BatchNorm the mean over the groups, each of which saw other samples."""
-        for buffer in self.module.buffers():
-            if buffer.is_floating_point() and self.data_size > 1:
-                dist.all_reduce(buffer, group=self.data)
-                buffer /= self.data_size
-
-    def autocast(self) -> torch.autocast:
-        """The arithmetic of ``train.precision``."""
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
 
 def slice_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -154,3 +132,9 @@ def replicate(module: nn.Module, parameters: dict[str, nn.Parameter], mesh: Devi
     # As torch.nn.utils.parametrize does it: the attribute is a property of a class made for this module.
     local = {n: property(lambda self, n=n: self._parameters[n].to_local()) for n in parameters}  # type: ignore[misc]
     module.__class__ = type(type(module).__name__, (type(module),), local)
+
+
+#:: include "parallelism/autocast.py" ::#
+
+
+#:: include "parallelism/add_up.py" ::#

@@ -26,7 +26,7 @@ from .config import Config, UserError, to_dict
 from .distributed import World, get_rng_state, on_main, set_rng_state
 from .parallel import Parallel
 from .rundir import DamagedError, checkpoint_folder, prune, write_atomically
-from .state import collect, fold, hand_out, named_tensors, unfold
+from .state import average_buffers, collect, fold, hand_out, named_tensors, unfold
 
 # Written into each file; a reader refuses a format that it does not know.
 FORMAT = 1
@@ -108,7 +108,7 @@ class Checkpointer:
             UserError: on every rank, if this or the save before it could not be written.
         """
         self.wait()
-        self.parallel.average_buffers()
+        average_buffers(self.parallel.module, self.parallel.data_size, self.parallel.data_group)
         tensors = named_tensors(self.parallel.module, self.optimizer)
         header = self.describe(progress)
         path = self.folder / f"step-{progress.step:08d}.pt"

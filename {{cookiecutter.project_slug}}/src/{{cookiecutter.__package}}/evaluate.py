@@ -18,6 +18,7 @@ from .data import EvalSampler, build_loader
 from .distributed import World, on_main
 from .model import build_model
 from .parallel import Parallel
+from .state import average_buffers
 
 Scores = dict[str, np.ndarray]
 
@@ -50,9 +51,10 @@ class Evaluator:
         Raises:
             RuntimeError: if a sample was left out.
         """
-        self.parallel.eval()
+        average_buffers(self.parallel.module, self.parallel.data_size, self.parallel.data_group)
+        self.parallel.module.eval()
         mine = self.score_my_share()
-        self.parallel.train()
+        self.parallel.module.train()
         # One message of a few arrays from each rank; samples are put in their place by index.
         shares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, mine)

@@ -27,6 +27,20 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = N
     return tensors
 
 
+def average_buffers(module: nn.Module, size: int, group: dist.ProcessGroup | None) -> None:
+    """Make the running statistics of BatchNorm the mean over ranks, each of which saw other samples; a collective.
+
+    Args:
+        module: What this rank holds of the model.
+        size: The number of ranks in ``group``.
+        group: The ranks that hold the same part of the model; None for all.
+    """
+    for buffer in module.buffers():
+        if buffer.is_floating_point() and size > 1:
+            dist.all_reduce(buffer, group=group)
+            buffer /= size
+
+
 def collect(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Put the tensors of all ranks together on rank 0, whole and on the CPU; a collective.
 
