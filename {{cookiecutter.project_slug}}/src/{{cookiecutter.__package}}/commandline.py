@@ -17,6 +17,7 @@ COMMANDS = {
     #:: if cookiecutter.task == "language" ::#
     "generate": ("print text that --checkpoint PATH goes on with", ("checkpoint",)),
     #:: endif ::#
+    "doctor": ("check machines, network and disk before a long run", ()),
     "benchmark": ("measure where the time of a training step goes", ()),
     "convert": ("write --checkpoint PATH in the other format as --output PATH", ("checkpoint", "output")),
 }

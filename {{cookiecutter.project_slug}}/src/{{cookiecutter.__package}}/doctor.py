@@ -1,0 +1,193 @@
+"""``doctor``: looks at machines, network and disk before a long run, and says in a table what it found.
+
+First each rank looks around by itself; then the ranks meet at a store, which needs no more than an address and a port,
+and tell each other; and only if nothing stands in the way do they form a process group and measure their links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import health, links, nccl, network
+from .config import Config, UserError
+from .distributed import World, choose_backend, process_group, rendezvous, resolve
+from .findings import Row, failed, format_count, format_table, to_plain
+
+# Longest wait for other ranks, in seconds; who checks a machine does not want to wait as long as a run may.
+PATIENCE = 60.0
+# With one of these failed, ranks that form a process group would wait for each other in vain.
+NEEDED = {"device", "backend", "versions", "project", "host name", "meeting point", "gloo interface", "NCCL interface"}
+
+
+def doctor(config: Config) -> int:
+    """Check this machine for a run with these settings; every rank of the run calls it.
+
+    Returns:
+        The exit code: 1 if something was found that would break a run, on any rank, else 0.
+    """
+    settings = config.distributed
+    settings.startup_timeout_seconds = min(settings.startup_timeout_seconds, PATIENCE)
+    world, rows = look_around(config)
+    try:
+        if "meeting point" in failed([rows]):
+            return say_alone(rows, world)
+        store = meet(config, world)
+        ranks = compare(share(store, "machines", rows, world))
+    except (RuntimeError, ValueError, OSError) as error:
+        advice = "start all ranks at the same time; see that the address is rank 0's, and no firewall is in between"
+        return say_alone([*rows, Row("meeting", first_line(error), "fail", advice)], world)
+
+    speak(world, heading(world), format_table(ranks))
+    if failed(ranks) & NEEDED:
+        speak(world, "the links between ranks are not measured until these rows pass")
+    else:
+        measured = share(store, "links", measure(config), world)
+        speak(world, format_table(measured))
+        ranks = [mine + more for mine, more in zip(ranks, measured, strict=True)]
+    speak(world, format_count(ranks))
+    leave_together(store, world)
+    return 1 if failed(ranks) else 0
+
+
+def look_around(config: Config) -> tuple[World, list[Row]]:
+    """This process's place among all, and what it finds without the others."""
+    world, unfit = find_place(config)
+    backend, usable = find_backend(config, world)
+    rows = [health.versions(), health.project(config)]
+    rows += [*(unfit or health.devices(world, config.parallel.devices_per_rank())), usable]
+    rows += [health.open_files(config, world), network.own_host_name(world, backend), *network.interfaces(backend)]
+    rows += [network.meeting_point(config.distributed.init_method, world), *nccl.variables(backend)]
+    if world.local_rank == 0:  # Once a machine.
+        rows += [health.driver(), health.shared_memory(config, world), *health.run_directory(config)]
+    return world, rows
+
+
+def find_place(config: Config) -> tuple[World, list[Row]]:
+    """This process's place; on the CPU, with a row that says why, if it cannot have a device."""
+    devices = config.parallel.devices_per_rank()
+    try:
+        return resolve(config.distributed, devices), []
+    except UserError as error:
+        on_cpu = resolve(replace(config.distributed, device="cpu"), devices)
+        return on_cpu, [Row("device", str(error), "fail")]
+
+
+def find_backend(config: Config, world: World) -> tuple[str, Row]:
+    """The backend of the run, and whether there is one."""
+    wanted = config.distributed.backend
+    try:
+        backend = choose_backend(wanted, world.device)
+    except UserError as error:
+        return wanted, Row("backend", str(error), "fail")
+    return backend, Row("backend", backend)
+
+
+def meet(config: Config, world: World) -> Any:
+    """The store at which the ranks meet.
+
+    Raises:
+        RuntimeError: if rank 0 cannot be reached, or not all came.
+    """
+    place = rendezvous(config.distributed.init_method, world)
+    patience = timedelta(seconds=config.distributed.startup_timeout_seconds)
+    if "store" in place:
+        return place["store"]
+    store, _, _ = next(
+        dist.rendezvous(place["init_method"], place["rank"], place["world_size"], timeout=patience)  # type: ignore
+    )
+    store.set_timeout(2 * patience)  # Of two ranks that wait for each other, the second may have come late.
+    return store
+
+
+def share(store: Any, name: str, mine: list[Row], world: World) -> list[list[Row]]:
+    """The rows of all ranks, on all ranks.
+
+    Raises:
+        RuntimeError: naming the ranks that did not tell theirs in time.
+    """
+    keys = [f"doctor/{name}/{rank}" for rank in range(world.size)]
+    store.set(keys[world.rank], json.dumps(to_plain(mine)))
+    if world.is_main:
+        try:
+            store.wait(keys)
+        except RuntimeError:
+            lost = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise RuntimeError(f"nothing was heard from rank {', '.join(lost)}") from None
+        store.set(f"doctor/{name}", json.dumps([json.loads(store.get(key)) for key in keys]))
+    return [[Row(**row) for row in rows] for rows in json.loads(store.get(f"doctor/{name}"))]
+
+
+def compare(ranks: list[list[Row]]) -> list[list[Row]]:
+    """The same rows, of which those fail that have to be the same on all ranks and are not."""
+    for name in ("versions", "project", "backend"):
+        found = {row for rows in ranks for row in rows if row.name == name}
+        if len(found) > 1:
+            judged = {row: replace(row, state="fail", advice="make it the same on all ranks") for row in found}
+            ranks = [[judged.get(row, row) for row in rows] for rows in ranks]
+    return ranks
+
+
+def measure(config: Config) -> list[Row]:
+    """What is found in a process group of all ranks; a row that says why, if none can be formed."""
+    try:
+        with process_group(config) as world:
+            on_cpu = config.distributed.backend == "gloo"
+            return links.measure(world, torch.device("cpu") if on_cpu else world.device)
+    except (RuntimeError, ValueError, UserError) as error:
+        advice = "run again with TORCH_DISTRIBUTED_DEBUG=DETAIL and NCCL_DEBUG=INFO to see more"
+        return [Row("process group", first_line(error), "fail", advice)]
+
+
+def say_alone(rows: list[Row], world: World) -> int:
+    """Tell what this rank found by itself, since it does not reach the others; gives the exit code.
+
+    Once a machine: its ranks have the same to say. The others wait, for a launcher ends all of them with the first.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        title = f"{heading(world)}; rank {world.rank} alone:"
+        print(title, format_table([rows]), format_count([rows]), sep="\n", flush=True)
+    else:
+        time.sleep(5)
+    return 1
+
+
+def heading(world: World) -> str:
+    """What is looked at."""
+    return f"{world.size} rank(s), {world.local_size} of them on {socket.gethostname()}"
+
+
+def speak(world: World, *lines: str) -> None:
+    """Print lines on rank 0."""
+    if world.is_main:
+        print(*lines, sep="\n", flush=True)
+
+
+def leave_together(store: Any, world: World) -> None:
+    """Let no rank end before rank 0 has said all: with the first one that fails, a launcher ends the others.
+
+    And let rank 0 end last, for it may hold the store.
+    """
+    others = [f"doctor/gone/{rank}" for rank in range(1, world.size)]
+    try:
+        if world.is_main:
+            store.set("doctor/said", "")
+            store.wait(others, timedelta(seconds=10))
+        else:
+            store.wait(["doctor/said"])
+            store.set(others[world.rank - 1], "")
+    except RuntimeError:
+        pass  # Whoever is not there any more has been heard already.
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, which says what happened; PyTorch's have stack traces below."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
