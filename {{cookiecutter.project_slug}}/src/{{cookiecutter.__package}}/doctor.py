@@ -95,12 +95,14 @@ def meet(config: Config, world: World) -> Any:
     """The store at which the ranks meet.
 
     Raises:
-        RuntimeError: if rank 0 cannot be reached, or not all came.
+        RuntimeError, OSError: if rank 0 cannot be reached, or not all came.
     """
     place = rendezvous(config.distributed.init_method, world)
     patience = timedelta(seconds=config.distributed.startup_timeout_seconds)
     if "store" in place:
         return place["store"]
+    if not world.is_main and not place["init_method"].startswith("file://"):
+        network.await_listener(*network.read_place(place["init_method"]), patience.total_seconds())
     store, _, _ = next(
         dist.rendezvous(place["init_method"], place["rank"], place["world_size"], timeout=patience)  # type: ignore
     )

@@ -42,13 +42,13 @@ def format_table(ranks: list[list[Row]]) -> str:
     for rank, rows in enumerate(ranks):
         for row in rows:
             said.setdefault(row.name, {}).setdefault(row, []).append(rank)
-    lines = []
+    width, lines = max(20, *map(len, said)), []
     for findings in said.values():
         for row, who in findings.items():
             speaker = f"rank {spans(who)}: " if len(findings) > 1 else ""
-            lines.append(f"{row.name:<22} {row.state:<5} {speaker}{row.found}")
+            lines.append(f"{row.name:<{width}} {row.state:<5} {speaker}{row.found}")
             if row.advice:
-                lines.append(f"{'':<22} ----> {row.advice}")
+                lines.append(f"{'':<{width}} ----> {row.advice}")
     return "\n".join(lines)
 
 

@@ -129,14 +129,18 @@ def open_files(config: Config, world: World) -> Row:
     """The limit of open files. A rank has a connection to every other one in each process group, and loader processes
     take about twenty each (measured: with two of them a rank dies at 40)."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return Row("open files", "no limit")
     needed = 24 + 4 * world.size + 16 * config.data.num_workers
-    found = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} at most"
-    more = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)}"
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        return Row("open files", found, "fail", f"this run needs {needed}; {more}")
-    if limit != resource.RLIM_INFINITY and limit < max(GOOD_FILES, 2 * needed):
-        return Row("open files", found, "warn", f"many ranks or loader processes need more; {more}")
-    return Row("open files", found)
+    good = max(GOOD_FILES, 2 * needed)
+    remedy = f"ulimit -n {good}"
+    if hard != resource.RLIM_INFINITY and hard < good:
+        remedy = f"have the administrator raise the hard limit from {hard} to {good}"
+    if limit < needed:
+        return Row("open files", f"{limit} at most", "fail", f"this run needs {needed}; {remedy}")
+    if limit < good:
+        return Row("open files", f"{limit} at most", "warn", f"many ranks or loader processes need more; {remedy}")
+    return Row("open files", f"{limit} at most")
 
 
 def checkpoint_bytes(config: Config) -> int:
@@ -156,10 +160,10 @@ def run_directory(config: Config) -> list[Row]:
         if (folder / ".lock").exists():
             lock(folder, patience=0)
     except UserError as error:
-        return [Row("run.dir", str(error), "fail", "")]
+        return [Row("run.dir", str(error), "fail")]
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return [Row("run.dir", f"{place}: {error.strerror}", "fail", "give a run.dir that can be written")]
+            return [Row("run.dir", f"cannot write in {place}: {error.strerror}", "fail", "give another run.dir")]
         free, speed = 0, 0.0
     return [Row("run.dir", f"{place} can be written"), disk(config, free, speed, one)]
 
@@ -167,7 +171,8 @@ def run_directory(config: Config) -> list[Row]:
 def disk(config: Config, free: int, speed: float, one: int) -> Row:
     """Space and speed beside what checkpoints of ``one`` bytes need."""
     wanted = config.checkpoint.keep + 2  # The newest, the best, and the one that is being written.
-    found = f"{free / GIB:.2f} GiB free, {speed / MIB:.0f} MiB/s; a checkpoint has {one / MIB:.1f} MiB"
+    room = f"{free / GIB:.1f} GiB" if free >= GIB else f"{free / MIB:.1f} MiB"
+    found = f"{room} free, {speed / MIB:.0f} MiB/s; a checkpoint has {one / MIB:.1f} MiB"
     if free < 2 * one:
         return Row("disk", found, "fail", "make room for two checkpoints at least, or give another run.dir")
     if free < wanted * one:

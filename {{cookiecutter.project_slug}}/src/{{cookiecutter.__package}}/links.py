@@ -84,8 +84,9 @@ def sums(device: torch.device) -> Row:
 def all_reduce(size: int, link: float, device: torch.device) -> Row:
     """Bandwidth of an all-reduce of ``size`` bytes, beside that of the slowest ``link`` in GB/s.
 
-    A ring sends 2 (N - 1) / N bytes over each link for each byte of the tensor. So many times the tensor's bytes a
-    second are the bus bandwidth, which at best is that of the slowest link. Source: NVIDIA's nccl-tests, PERFORMANCE.md.
+    A ring sends 2 (N - 1) / N bytes over each link for each byte of the tensor: so many times the tensor's bytes a
+    second are the bus bandwidth, which is at best that of the slowest link.
+    Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
     """
     tensor = torch.zeros(size // 4, device=device)
     seconds = max(gather(median_seconds(lambda: dist.all_reduce(tensor), device)))

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -104,6 +105,23 @@ def port_taken(port: int) -> str:
         except OSError as error:
             return str(error.strerror)
     return ""
+
+
+def await_listener(host: str, port: int, patience: float) -> None:
+    """Wait until somebody listens at the meeting point.
+
+    Raises:
+        OSError: if nobody did for ``patience`` seconds.
+    """
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=patience).close()
+            return
+        except OSError as error:
+            if time.monotonic() > give_up:
+                raise OSError(f"{host}, port {port}: {error.strerror or error}") from None
+            time.sleep(0.2)
 
 
 def interfaces(backend: str) -> list[Row]:
