@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,10 @@ from .findings import Row, failed, format_count, format_table, to_plain
 # Longest wait for other ranks, in seconds; who checks a machine does not want to wait as long as a run may.
 PATIENCE = 60.0
 # With one of these failed, ranks that form a process group would wait for each other in vain.
-NEEDED = {"device", "backend", "versions", "project", "host name", "meeting point", "gloo interface", "NCCL interface"}
+NEEDED = {
+    *("ranks", "device", "backend", "versions", "project"),
+    *("host name", "meeting point", "gloo interface", "NCCL interface"),
+}
 
 
 def doctor(config: Config) -> int:
@@ -37,15 +41,23 @@ def doctor(config: Config) -> int:
     settings = config.distributed
     settings.startup_timeout_seconds = min(settings.startup_timeout_seconds, PATIENCE)
     world, rows = look_around(config)
+    if "meeting point" in failed([rows]):
+        return say_alone(rows, world)
     try:
-        if "meeting point" in failed([rows]):
-            return say_alone(rows, world)
-        store = meet(config, world)
-        ranks = compare(share(store, "machines", rows, world))
+        return look_together(config, world, rows)
     except (RuntimeError, ValueError, OSError) as error:
         advice = "start all ranks at the same time; see that the address is rank 0's, and no firewall is in between"
-        return say_alone([*rows, Row("meeting", first_line(error), "fail", advice)], world)
+        return say_alone([*rows, Row("ranks", first_line(error), "fail", advice)], world)
 
+
+def look_together(config: Config, world: World, rows: list[Row]) -> int:
+    """Tell the other ranks what this one found, and measure the links between all; gives the exit code.
+
+    Raises:
+        RuntimeError, OSError: if rank 0 cannot be reached, or goes away.
+    """
+    store = meet(config, world)
+    ranks = compare(share(store, "machines", rows, world))
     speak(world, heading(world), format_table(ranks))
     if failed(ranks) & NEEDED:
         speak(world, "the links between ranks are not measured until these rows pass")
@@ -111,21 +123,23 @@ def meet(config: Config, world: World) -> Any:
 
 
 def share(store: Any, name: str, mine: list[Row], world: World) -> list[list[Row]]:
-    """The rows of all ranks, on all ranks.
-
-    Raises:
-        RuntimeError: naming the ranks that did not tell theirs in time.
-    """
+    """The rows of all ranks, on all ranks; of a rank that tells nothing in time, one row that says so."""
     keys = [f"doctor/{name}/{rank}" for rank in range(world.size)]
     store.set(keys[world.rank], json.dumps(to_plain(mine)))
     if world.is_main:
-        try:
+        with suppress(RuntimeError):
             store.wait(keys)
-        except RuntimeError:
-            lost = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise RuntimeError(f"nothing was heard from rank {', '.join(lost)}") from None
-        store.set(f"doctor/{name}", json.dumps([json.loads(store.get(key)) for key in keys]))
+        told = [
+            json.loads(store.get(key)) if store.check([key]) else to_plain([silence(rank)])
+            for rank, key in enumerate(keys)
+        ]
+        store.set(f"doctor/{name}", json.dumps(told))
     return [[Row(**row) for row in rows] for rows in json.loads(store.get(f"doctor/{name}"))]
+
+
+def silence(rank: int) -> Row:
+    """The row of a rank that says nothing."""
+    return Row("ranks", f"nothing was heard from rank {rank}", "fail", "see what became of it in its output")
 
 
 def compare(ranks: list[list[Row]]) -> list[list[Row]]:
@@ -179,15 +193,13 @@ def leave_together(store: Any, world: World) -> None:
     And let rank 0 end last, for it may hold the store.
     """
     others = [f"doctor/gone/{rank}" for rank in range(1, world.size)]
-    try:
+    with suppress(RuntimeError):  # Whoever is not there any more has been heard already.
         if world.is_main:
             store.set("doctor/said", "")
             store.wait(others, timedelta(seconds=10))
         else:
             store.wait(["doctor/said"])
             store.set(others[world.rank - 1], "")
-    except RuntimeError:
-        pass  # Whoever is not there any more has been heard already.
 
 
 def first_line(error: Exception) -> str:
