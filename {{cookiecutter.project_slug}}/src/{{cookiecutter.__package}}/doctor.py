@@ -56,13 +56,13 @@ def look_together(config: Config, world: World, rows: list[Row]) -> int:
     Raises:
         RuntimeError, OSError: if rank 0 cannot be reached, or goes away.
     """
-    store = meet(config, world)
-    ranks = compare(share(store, "machines", rows, world))
+    store, patience = meet(config, world), config.distributed.startup_timeout_seconds
+    ranks = compare(share(store, "machines", rows, world, patience))
     speak(world, heading(world), format_table(ranks))
     if failed(ranks) & NEEDED:
         speak(world, "the links between ranks are not measured until these rows pass")
     else:
-        measured = share(store, "links", measure(config), world)
+        measured = share(store, "links", measure(config), world, 2 * patience)
         speak(world, format_table(measured))
         ranks = [mine + more for mine, more in zip(ranks, measured, strict=True)]
     speak(world, format_count(ranks))
@@ -118,22 +118,22 @@ def meet(config: Config, world: World) -> Any:
     store, _, _ = next(
         dist.rendezvous(place["init_method"], place["rank"], place["world_size"], timeout=patience)  # type: ignore
     )
-    store.set_timeout(2 * patience)  # Of two ranks that wait for each other, the second may have come late.
     return store
 
 
-def share(store: Any, name: str, mine: list[Row], world: World) -> list[list[Row]]:
-    """The rows of all ranks, on all ranks; of a rank that tells nothing in time, one row that says so."""
+def share(store: Any, name: str, mine: list[Row], world: World, patience: float) -> list[list[Row]]:
+    """The rows of all ranks, on all ranks; of one that tells nothing for ``patience`` seconds, a row that says so."""
     keys = [f"doctor/{name}/{rank}" for rank in range(world.size)]
     store.set(keys[world.rank], json.dumps(to_plain(mine)))
     if world.is_main:
         with suppress(RuntimeError):
-            store.wait(keys)
+            store.wait(keys, timedelta(seconds=patience))
         told = [
             json.loads(store.get(key)) if store.check([key]) else to_plain([silence(rank)])
             for rank, key in enumerate(keys)
         ]
         store.set(f"doctor/{name}", json.dumps(told))
+    store.wait([f"doctor/{name}"], timedelta(seconds=patience + 30))  # Rank 0 came later, perhaps.
     return [[Row(**row) for row in rows] for rows in json.loads(store.get(f"doctor/{name}"))]
 
 

@@ -46,9 +46,9 @@ def format_table(ranks: list[list[Row]]) -> str:
     for findings in said.values():
         for row, who in findings.items():
             speaker = f"rank {spans(who)}: " if len(findings) > 1 else ""
-            lines.append(f"{row.name:<{width}} {row.state:<5} {speaker}{row.found}")
+            lines.append(f"{row.name.ljust(width)} {row.state:<5} {speaker}{row.found}")
             if row.advice:
-                lines.append(f"{'':<{width}} ----> {row.advice}")
+                lines.append(f"{' ' * width} ----> {row.advice}")
     return "\n".join(lines)
 
 

@@ -152,12 +152,12 @@ def checkpoint_bytes(config: Config) -> int:
 def run_directory(config: Config) -> list[Row]:
     """Whether ``run.dir`` can be written and is free, and how much fits there how fast. Leaves nothing behind."""
     folder = Path(config.run.dir).absolute()
-    place = next(path for path in (folder, *folder.parents) if path.exists())
+    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     one = checkpoint_bytes(config)
     try:
         free = shutil.disk_usage(place).free
         speed = write_speed(place, min(PROBE, free // 2))
-        if (folder / ".lock").exists():
+        if os.path.exists(folder / ".lock"):
             lock(folder, patience=0)
     except UserError as error:
         return [Row("run.dir", str(error), "fail")]

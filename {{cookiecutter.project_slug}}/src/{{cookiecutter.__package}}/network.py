@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -162,8 +163,6 @@ def interface_of(address: str | None, names: list[str]) -> str:
     if address is None:
         return "loopback"
     if sys.platform == "linux":
-        import fcntl
-
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             for name in names:
                 try:
