@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Bake, run
+from machines import Machines, machines, start_on_both  # noqa: F401
 from runs import launch
 
 pytestmark = pytest.mark.slow
@@ -253,3 +254,24 @@ def test_what_nvidia_does_not_document_is_told(plain: Path, tmp_path: Path) -> N
         "NCCL_IB_TC": {"pass"},
     }
     assert "is NCCL_BUFFSIZE meant?" in done.stdout and "give 1 to 64" in done.stdout
+
+
+def test_two_machines(baked: Bake, machines: Machines, tmp_path: Path) -> None:  # noqa: F811
+    words = ("doctor", *ON_CPU, "--run.dir", tmp_path / "run")
+    launchers = start_on_both(machines, baked(), *words, logs=tmp_path)
+    assert [launcher.wait(timeout=300) for launcher in launchers] == [0, 0], (tmp_path / "0.log").read_text()
+    found = rows_of((tmp_path / "0.log").read_text())
+    assert found["gloo interface"] == [("pass", "wire")]
+    assert found["meeting point"][0][1].startswith(machines[0].address)
+    assert {row[0] for row in found["all-reduce of 8 MiB"]} == {"pass"}
+    assert rows_of((tmp_path / "1.log").read_text()) == {}
+
+
+def test_two_machines_whose_link_is_cut(baked: Bake, machines: Machines, tmp_path: Path) -> None:  # noqa: F811
+    machines[1].ip("link", "set", "wire", "down")
+    words = ("doctor", *ON_CPU, "--run.dir", tmp_path / "run", "--distributed.startup_timeout_seconds", "10")
+    launchers = start_on_both(machines, baked(launcher="spawn"), *words, logs=tmp_path)
+    assert [launcher.wait(timeout=300) for launcher in launchers] == [1, 1]
+    for log, reason in (("0.log", "nothing was heard from rank 1"), ("1.log", "nreachable")):
+        [(state, told)] = rows_of((tmp_path / log).read_text())["ranks"]
+        assert state == "fail" and reason in told, told

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from .checks import check
-from .commandline import parse
+from .commandline import TRAINING, parse
 from .config import Config, UserError, fail
 from .launcher_watch import end_with_launcher
+from .place import Place, find_place
 
 
 def main(argv: Sequence[str]) -> None:
@@ -19,32 +20,39 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with code 2 and one line on stderr, if the user has to change something.
     """
-    end_with_launcher()
-    command, config, paths = parse(argv)
     try:
+        place = find_place()
+        end_with_launcher(place)
+        command, config, paths = parse(argv)
         if command == "convert":
-            run_convert(paths)
+            run_convert(paths, place)
             return
-        check(config, int(os.environ.get("WORLD_SIZE", "1")), training=command != "evaluate")
+        check(config, place.size, training=command in TRAINING)
         if command == "doctor":
-            from .doctor import doctor
-
-            sys.exit(doctor(config))
-        run(command, config, paths)
+            run_doctor(config)
+        else:
+            run(command, config, paths)
     except UserError as error:
         fail(str(error))
 
 
-def run_convert(paths: Mapping[str, str]) -> None:
-    """Convert a checkpoint, in one process."""
+def run_convert(paths: dict[str, str], place: Place) -> None:
+    """The one subcommand that one process does alone."""
     from .convert import convert
 
-    if os.environ.get("RANK", "0") == "0":
+    if place.rank == 0:
         convert(Path(paths["checkpoint"]), Path(paths["output"]))
 
 
-def run(command: str, config: Config, paths: Mapping[str, str]) -> None:
-    """Run a subcommand that all ranks do together."""
+def run_doctor(config: Config) -> NoReturn:
+    """The one that helps where no process group can be formed; its exit code is what it found."""
+    from .doctor import doctor
+
+    sys.exit(doctor(config))
+
+
+def run(command: str, config: Config, paths: dict[str, str]) -> None:
+    """Do ``command`` together with all other ranks."""
     # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
     from .benchmark import benchmark
     from .distributed import choose_arithmetic, process_group

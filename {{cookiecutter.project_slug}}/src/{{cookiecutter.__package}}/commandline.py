@@ -22,6 +22,9 @@ COMMANDS = {
     "convert": ("write --checkpoint PATH in the other format as --output PATH", ("checkpoint", "output")),
 }
 
+# Those that take optimizer steps or prepare for it, so that the global batch has to divide.
+TRAINING = ("train", "benchmark", "doctor")
+
 
 class Parser(ArgumentParser):
     """A parser whose errors are one line."""

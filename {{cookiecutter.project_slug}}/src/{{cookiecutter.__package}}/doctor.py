@@ -7,7 +7,6 @@ and tell each other; and only if nothing stands in the way do they form a proces
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from contextlib import suppress
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import health, links, nccl, network
-from .config import Config, UserError
+from .config import Config, UserError, speaks_for_machine
 from .distributed import World, choose_backend, process_group, rendezvous, resolve
 from .findings import Row, failed, format_count, format_table, to_plain
 
@@ -41,22 +40,24 @@ def doctor(config: Config) -> int:
     settings = config.distributed
     settings.startup_timeout_seconds = min(settings.startup_timeout_seconds, PATIENCE)
     world, rows = look_around(config)
+    place = rendezvous(settings.init_method, world)
+    rows.append(network.meeting_point(place.get("init_method"), world))
     if "meeting point" in failed([rows]):
         return say_alone(rows, world)
     try:
-        return look_together(config, world, rows)
+        return look_together(config, world, rows, meet(place, settings.startup_timeout_seconds))
     except (RuntimeError, ValueError, OSError) as error:
         advice = "start all ranks at the same time; see that the address is rank 0's, and no firewall is in between"
         return say_alone([*rows, Row("ranks", first_line(error), "fail", advice)], world)
 
 
-def look_together(config: Config, world: World, rows: list[Row]) -> int:
+def look_together(config: Config, world: World, rows: list[Row], store: Any) -> int:
     """Tell the other ranks what this one found, and measure the links between all; gives the exit code.
 
     Raises:
         RuntimeError, OSError: if rank 0 cannot be reached, or goes away.
     """
-    store, patience = meet(config, world), config.distributed.startup_timeout_seconds
+    patience = config.distributed.startup_timeout_seconds
     ranks = compare(share(store, "machines", rows, world, patience))
     speak(world, heading(world), format_table(ranks))
     if failed(ranks) & NEEDED:
@@ -72,18 +73,18 @@ def look_together(config: Config, world: World, rows: list[Row]) -> int:
 
 def look_around(config: Config) -> tuple[World, list[Row]]:
     """This process's place among all, and what it finds without the others."""
-    world, unfit = find_place(config)
+    world, unfit = find_world(config)
     backend, usable = find_backend(config, world)
     rows = [health.versions(), health.project(config)]
     rows += [*(unfit or health.devices(world, config.parallel.devices_per_rank())), usable]
     rows += [health.open_files(config, world), network.own_host_name(world, backend), *network.interfaces(backend)]
-    rows += [network.meeting_point(config.distributed.init_method, world), *nccl.variables(backend)]
+    rows += nccl.variables(backend)
     if world.local_rank == 0:  # Once a machine.
         rows += [health.driver(), health.shared_memory(config, world), *health.run_directory(config)]
     return world, rows
 
 
-def find_place(config: Config) -> tuple[World, list[Row]]:
+def find_world(config: Config) -> tuple[World, list[Row]]:
     """This process's place; on the CPU, with a row that says why, if it cannot have a device."""
     devices = config.parallel.devices_per_rank()
     try:
@@ -103,22 +104,22 @@ def find_backend(config: Config, world: World) -> tuple[str, Row]:
     return backend, Row("backend", backend)
 
 
-def meet(config: Config, world: World) -> Any:
+def meet(place: dict[str, Any], patience: float) -> Any:
     """The store at which the ranks meet.
+
+    Args:
+        place: Where that is, as ``rendezvous`` says.
+        patience: Longest wait for rank 0, and of rank 0 for the others, in seconds.
 
     Raises:
         RuntimeError, OSError: if rank 0 cannot be reached, or not all came.
     """
-    place = rendezvous(config.distributed.init_method, world)
-    patience = timedelta(seconds=config.distributed.startup_timeout_seconds)
     if "store" in place:
         return place["store"]
-    if not world.is_main and not place["init_method"].startswith("file://"):
-        network.await_listener(*network.read_place(place["init_method"]), patience.total_seconds())
-    store, _, _ = next(
-        dist.rendezvous(place["init_method"], place["rank"], place["world_size"], timeout=patience)  # type: ignore
-    )
-    return store
+    where, rank, size = place["init_method"], place["rank"], place["world_size"]
+    if rank and not where.startswith("file://"):
+        network.await_listener(*network.read_place(where), patience)
+    return next(dist.rendezvous(where, rank, size, timeout=timedelta(seconds=patience)))[0]  # type: ignore[attr-defined]
 
 
 def share(store: Any, name: str, mine: list[Row], world: World, patience: float) -> list[list[Row]]:
@@ -168,7 +169,7 @@ def say_alone(rows: list[Row], world: World) -> int:
 
     Once a machine: its ranks have the same to say. The others wait, for a launcher ends all of them with the first.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if speaks_for_machine():
         title = f"{heading(world)}; rank {world.rank} alone:"
         print(title, format_table([rows]), format_count([rows]), sep="\n", flush=True)
     else:
@@ -204,4 +205,4 @@ def leave_together(store: Any, world: World) -> None:
 
 def first_line(error: Exception) -> str:
     """The first line of an error's text, which says what happened; PyTorch's have stack traces below."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return next(iter(str(error).splitlines()), type(error).__name__)

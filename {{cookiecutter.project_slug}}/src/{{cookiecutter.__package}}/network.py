@@ -48,16 +48,16 @@ def own_address(name: str) -> str | None:
     return None
 
 
-def meeting_point(init_method: str, world: World) -> Row:
+def meeting_point(init_method: str | None, world: World) -> Row:
     """Where the ranks meet: whether the place has an address, and rank 0 can open the port."""
     name = "meeting point"
+    if init_method is None:
+        return Row(name, "alone, none needed")
     if init_method.startswith("file://"):
         folder = Path(urlparse(init_method).path).parent
         if os.access(folder, os.W_OK):
             return Row(name, init_method)
         return Row(name, init_method, "fail", f"{folder} cannot be written; give a file in a folder that all ranks see")
-    if init_method == "env://" and world.size == 1:
-        return Row(name, "alone, none needed")
     try:
         host, port = read_place(init_method)
     except (KeyError, ValueError) as error:
