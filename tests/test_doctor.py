@@ -202,13 +202,17 @@ def both(projects: list[Path], commands: list[list[str | Path]], folder: Path) -
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
-def test_ranks_that_run_different_code(plain: Path, bake: Bake, tmp_path: Path) -> None:
+def test_ranks_of_different_code_and_versions(plain: Path, bake: Bake, tmp_path: Path) -> None:
     other = bake()
     with open(other / "src" / "my_experiment" / "train.py", "a") as loop:
         loop.write("# Changed on one machine alone.\n")
-    (code, output), (other_code, other_output) = both([plain, other], [command(), command()], tmp_path / "run")
+    planted = "import runpy, torch; torch.__version__ = '2.0.0'; runpy.run_module('my_experiment', run_name='__main__')"
+    older: list[str | Path] = [sys.executable, "-c", planted, "doctor", *ON_CPU]
+    (code, output), (other_code, other_output) = both([plain, other], [command(), older], tmp_path / "run")
     assert (code, other_code) == (1, 1)
-    assert failed(states(output)) == {"project"} and len(rows_of(output)["project"]) == 2
+    assert failed(states(output)) == {"project", "versions"}
+    assert [told.split(": ")[0] for _, told in rows_of(output)["versions"]] == ["rank 0", "rank 1"]
+    assert len(rows_of(output)["project"]) == 2
     assert other_output == ""
 
 

@@ -80,7 +80,9 @@ def look_around(config: Config) -> tuple[World, list[Row]]:
     rows += [health.open_files(config, world), network.own_host_name(world, backend), *network.interfaces(backend)]
     rows += nccl.variables(backend)
     if world.local_rank == 0:  # Once a machine.
-        rows += [health.driver(), health.shared_memory(config, world), *health.run_directory(config)]
+        rows += [health.driver(), health.shared_memory(config, world)]
+        if world.is_main or config.checkpoint.format == "sharded":  # Who writes there.
+            rows += health.run_directory(config)
     return world, rows
 
 
