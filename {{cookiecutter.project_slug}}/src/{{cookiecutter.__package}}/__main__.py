@@ -10,6 +10,7 @@ from pathlib import Path
 from .checks import check
 from .commandline import parse
 from .config import UserError, fail
+from .debugger import wait_for_debugger
 from .launcher_watch import end_with_launcher
 
 
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> None:
     end_with_launcher()
     command, config, paths = parse(argv)
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    wait_for_debugger(int(os.environ.get("RANK", "0")), size)
     # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
     from .benchmark import benchmark
     from .convert import convert

@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .config import Config, DistributedConfig, UserError
+from .debugger import allow
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def process_group(settings: Config) -> Iterator[World]:
         torch.accelerator.set_device_index(world.device)
     dist.init_process_group(
         backend,
-        timeout=timedelta(seconds=config.startup_timeout_seconds),
+        timeout=allow(config.startup_timeout_seconds),
         # A process with several devices uses the backend on all of them.
         device_id=world.device if world.device.type != "cpu" and settings.parallel.devices_per_rank() == 1 else None,
         **rendezvous(config.init_method, world),
@@ -144,9 +144,10 @@ def choose_arithmetic(exact: bool) -> None:
     torch.backends.cudnn.deterministic = exact
 
 
-def shorten_timeout(config: DistributedConfig) -> None:
-    """From here on wait only ``timeout_seconds`` for other ranks: start-up is over, and who is late now is lost."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_seconds), dist.group.WORLD)
+def set_timeout(seconds: float) -> None:
+    """From here on wait so long for other ranks, in every group that there is: new ones have PyTorch's own timeout."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(allow(seconds), group)
 
 
 def on_main(action: Callable[[], T], world: World) -> T:

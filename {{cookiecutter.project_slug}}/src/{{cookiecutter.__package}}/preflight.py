@@ -13,6 +13,7 @@ from pathlib import Path
 from .checks import check
 from .commandline import parse
 from .config import Config, UserError, fail
+from .debugger import check_debugger
 from .rundir import find_start
 
 
@@ -29,9 +30,10 @@ def preflight(argv: Sequence[str]) -> int:
     try:
         if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
             raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
+        size = 1 if command == "convert" else count_ranks(config)
+        check_debugger(size)
         if command == "convert":
-            return 1
-        size = count_ranks(config)
+            return size
         check(config, size, training=command != "evaluate")
         if command == "train":
             find_start(config)

@@ -15,7 +15,7 @@ from . import STARTED, dataset
 from .checkpoint import Checkpointer, Progress
 from .config import Config, OptimConfig
 from .data import TrainSampler, build_loader
-from .distributed import World, on_main, seed_rank, shorten_timeout
+from .distributed import World, on_main, seed_rank, set_timeout
 from .evaluate import Evaluator
 from .model import build_model
 from .parallel import Parallel
@@ -60,6 +60,7 @@ class Trainer:
         others = {"scheduler": self.scheduler, "scaler": self.scaler}
         self.checkpointer = Checkpointer(self.parallel, self.optimizer, others, config, world)
         self.progress = Progress()
+        set_timeout(config.distributed.startup_timeout_seconds)
 
     def run(self) -> None:
         """Train to the end, evaluate, save."""
@@ -124,7 +125,7 @@ class Trainer:
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize()
         self.tracker.say(f"first step done {time.perf_counter() - STARTED:.1f} s after the start")
-        shorten_timeout(self.config.distributed)
+        set_timeout(self.config.distributed.timeout_seconds)  # Who is late now is lost.
         self.start_clock()
 
     def start_clock(self) -> None:
