@@ -1,10 +1,11 @@
-"""A small client of the Debug Adapter Protocol, https://microsoft.github.io/debug-adapter-protocol: what an editor does."""
+"""A small client of the Debug Adapter Protocol (https://microsoft.github.io/debug-adapter-protocol), as in editors."""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,12 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, where: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave; a program that was attached to goes on, and one that was launched ends."""
+        with suppress(OSError):  # The adapter has left already.
+            self.socket.shutdown(socket.SHUT_RDWR)  # Wakes a thread that reads.
         self.stream.close()
         self.socket.close()
 

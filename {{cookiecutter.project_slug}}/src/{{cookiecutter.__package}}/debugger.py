@@ -44,8 +44,8 @@ def find_debug_port() -> int:
     try:
         socket.create_server((HOST, int(wanted))).close()
     except OSError as error:
-        text = f"the debugger cannot have port {wanted} of {HOST} ({error.strerror}); set DEBUG_PORT to another"
-        raise UserError(text) from None
+        why = os.strerror(error.errno or 0)
+        raise UserError(f"port {wanted} is not for the debugger ({why}); set DEBUG_PORT to another") from None
     return int(wanted)
 
 
@@ -77,7 +77,7 @@ def wait_for_debugger(rank: int, size: int) -> None:
     except UserError as error:
         fail(str(error), alone=True)
 
-    import_module("torch")  # Under a debugger it takes several times as long.
+    import_module("torch")  # Before the debugger looks on, which makes it take several times as long.
     # Python's own modules are frozen and cannot be stepped through: debugpy warns of it at length.
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     import debugpy
