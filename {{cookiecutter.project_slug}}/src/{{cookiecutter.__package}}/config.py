@@ -182,7 +182,8 @@ def fail(message: str, alone: bool = False) -> NoReturn:
         message: What the user has to change.
         alone: The other ranks do not have it to say.
     """
-    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+    words = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    if alone or next((os.environ[word] for word in words if word in os.environ), "0") == "0":
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
 

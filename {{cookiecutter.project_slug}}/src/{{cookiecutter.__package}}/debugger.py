@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from .config import UserError, fail
+from .place import Place
 
 HOST = "127.0.0.1"  # No other: whoever reaches the port can run code here as this user.
 
@@ -61,19 +62,17 @@ def check_debugger(size: int) -> None:
         find_debug_port()
 
 
-def wait_for_debugger(rank: int, size: int) -> None:
+def wait_for_debugger(place: Place) -> None:
     """Wait until a debugger has attached itself and set its breakpoints, if ``DEBUG_RANK`` names this rank.
 
     Raises:
-        SystemExit: with code 2 and one line on stderr, if the user has to change something.
+        UserError: if ``DEBUG_RANK`` names none.
+        SystemExit: with code 2 and one line on stderr, if this rank cannot wait for a debugger.
     """
+    if find_debug_rank(place.size) != place.rank:
+        return
     try:
-        if find_debug_rank(size) != rank:
-            return
-    except UserError as error:
-        fail(str(error))
-    try:
-        check_debugger(size)
+        check_debugger(place.size)
     except UserError as error:
         fail(str(error), alone=True)
 
@@ -84,7 +83,7 @@ def wait_for_debugger(rank: int, size: int) -> None:
 
     debugpy.configure(subProcess=False)  # Loader processes and git go their own way.
     host, port = debugpy.listen((HOST, find_debug_port()))
-    print(f"rank {rank} waits for a debugger at {host}:{port}", file=sys.stderr, flush=True)
+    print(f"rank {place.rank} waits for a debugger at {host}:{port}", file=sys.stderr, flush=True)
     debugpy.wait_for_client()
 
 
