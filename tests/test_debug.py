@@ -230,7 +230,7 @@ def test_vscode_starts_two_ranks_and_stops_in_both(baked: Bake, tmp_path: Path, 
     point = {"line": line_of(file, "progress.step += 1"), "condition": "progress.step == 2"}
     stops: Queue[Stop] = Queue()
 
-    with adapter(tmp_path) as port, ThreadPoolExecutor() as pool, Session(port, "launch", settings) as session:
+    with ThreadPoolExecutor() as pool, adapter(tmp_path) as port, Session(port, "launch", settings) as session:
 
         def watch() -> int:
             """Follow every process that is started, as VS Code does, until the program has ended."""
