@@ -255,6 +255,20 @@ def test_a_rank_that_dies_ends_the_job(plain: Path, tmp_path: Path) -> None:
     assert ranks_of(tmp_path / "run") == []
 
 
+def test_a_rank_that_falls_behind_ends_the_job(bake: Bake, tmp_path: Path) -> None:
+    """Within the timeout, also where the others wait for it in groups that are not of all ranks: those of a mesh."""
+    broken = bake(parallelism="tensor")
+    loop = broken / "src" / "my_experiment" / "train.py"
+    line = "        device, clip = "
+    fault = "        if self.world.rank == 1 and self.progress.step == 2:\n            time.sleep(100_000)\n"
+    assert loop.read_text().count(line) == 1
+    loop.write_text(loop.read_text().replace(line, fault + line))
+    words = ["train", *SHORT, "--parallel.replicas", "2", "--distributed.timeout_seconds", "5", "--run.dir", tmp_path]
+    done = launch(broken, *words, nproc=4, expect=1, STOP_SECONDS="1")
+    assert "timed out" in done.stderr.lower()
+    assert [record["step"] for record in records(tmp_path, "train")] == [1, 2]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
 def test_a_run_directory_has_one_run(plain: Path, tmp_path: Path) -> None:
     launcher = start(plain, tmp_path / "run", "--train.epochs", "1000", "--distributed.device", "cpu")

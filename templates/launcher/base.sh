@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Start NPROC ranks on this machine: scripts/launch.sh train --optim.lr 1e-3
 #
-# NPROC   number of ranks; by default what suits the accelerators of this machine
-# PYTHON  interpreter; by default the project's .venv, or the first python on the PATH
+# NPROC       number of ranks; by default what suits the accelerators of this machine
+# DEBUG_RANK  the rank that is to wait for a debugger; see the README
+# PYTHON      interpreter; by default the project's .venv, or the first python on the PATH
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -10,6 +10,7 @@ from typing import NoReturn
 from .checks import check
 from .commandline import TRAINING, parse
 from .config import Config, UserError, fail
+from .debugger import wait_for_debugger
 from .launcher_watch import end_with_launcher
 from .place import Place, find_place
 
@@ -24,6 +25,7 @@ def main(argv: Sequence[str]) -> None:
         place = find_place()
         end_with_launcher(place)
         command, config, paths = parse(argv)
+        wait_for_debugger(place)
         if command == "convert":
             run_convert(paths, place)
             return

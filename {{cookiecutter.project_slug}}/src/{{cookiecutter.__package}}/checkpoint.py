@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,8 +76,7 @@ class Checkpointer:
         self.folder = checkpoint_folder(config)
         self.pending: tuple[Future[Any], Path] | None = None
         if config.checkpoint.format == "sharded":
-            timeout = timedelta(seconds=config.distributed.timeout_seconds)
-            self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
+            self.group: Any = dist.new_group(backend="gloo")
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -175,9 +175,14 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
 
-def fail(message: str) -> NoReturn:
-    """End this process with exit code 2 and one line on stderr, once a machine: its ranks have the same to say."""
-    if speaks_for_machine():
+def fail(message: str, alone: bool = False) -> NoReturn:
+    """End this process with exit code 2 and one line on stderr, once a machine: its ranks have the same to say.
+
+    Args:
+        message: What the user has to change.
+        alone: The other ranks do not have it to say.
+    """
+    if alone or speaks_for_machine():
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
 

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .config import Config, DistributedConfig, UserError
+from .debugger import allow
 from .place import Place, find_place
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def process_group(settings: Config) -> Iterator[World]:
     with meeting_errors(world, config.init_method):
         dist.init_process_group(
             backend,
-            timeout=timedelta(seconds=config.startup_timeout_seconds),
+            timeout=allow(config.startup_timeout_seconds),
             # A process with several devices uses the backend on all of them.
             device_id=world.device if is_single_device(settings, world) else None,
             **rendezvous(config.init_method, world),
@@ -164,10 +164,10 @@ def choose_arithmetic(exact: bool) -> None:
     torch.backends.cudnn.deterministic = exact
 
 
-def shorten_timeout(config: DistributedConfig, *groups: Any) -> None:
-    """From here on wait only ``timeout_seconds`` for other ranks: start-up is over, and who is late now is lost."""
-    for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_seconds), group)
+def set_timeout(seconds: float) -> None:
+    """From here on wait so long for other ranks, in every group that there is: new ones have PyTorch's own timeout."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(allow(seconds), group)
 
 
 def on_main(action: Callable[[], T], world: World) -> T:

@@ -13,6 +13,7 @@ from pathlib import Path
 from .checks import check
 from .commandline import TRAINING, parse
 from .config import Config, UserError, fail
+from .debugger import check_debugger
 from .place import Place
 from .rundir import find_start
 
@@ -30,10 +31,12 @@ def preflight(argv: Sequence[str]) -> int:
     try:
         if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
             raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
+        size = 1 if command == "convert" else count_ranks(config)
+        world_size = size * int(os.environ.get("NODES", "1"))
+        check_debugger(world_size)
         if command == "convert":
-            return 1
-        size = count_ranks(config)
-        check(config, size * int(os.environ.get("NODES", "1")), training=command in TRAINING)
+            return size
+        check(config, world_size, training=command in TRAINING)
         if command != "doctor":  # It tells that among the rest.
             check_backend(config)
         if command == "train":

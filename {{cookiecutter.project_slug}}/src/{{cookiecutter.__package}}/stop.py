@@ -9,14 +9,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from .config import DistributedConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -26,15 +23,11 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Listens for a signal from ``__enter__`` to ``__exit__``; a second one ends the process as if nobody listened.
+    """Listens for a signal from ``__enter__`` to ``__exit__``; a second one ends the process as if nobody listened."""
 
-    Args:
-        config: How long to wait for other ranks.
-    """
-
-    def __init__(self, config: DistributedConfig) -> None:
+    def __init__(self) -> None:
         # A group of its own, on the CPU: its messages come between no others, and wait for no device.
-        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.startup_timeout_seconds))
+        self.group: Any = dist.new_group(backend="gloo")
         self.received = 0
 
     def __enter__(self) -> StopRequest:

@@ -15,7 +15,7 @@ from . import STARTED, dataset
 from .checkpoint import Checkpointer, Progress
 from .config import Config, OptimConfig
 from .data import TrainSampler, build_loader
-from .distributed import World, on_main, seed_rank, shorten_timeout
+from .distributed import World, on_main, seed_rank, set_timeout
 from .evaluate import Evaluator
 from .model import build_model
 from .parallel import Parallel
@@ -50,7 +50,7 @@ class Trainer:
         rank, size, batch = self.parallel.data_rank, self.parallel.data_size, config.data.global_batch_size
         self.sampler = TrainSampler(train_set, rank, size, batch, config.run.seed)
         self.loader = build_loader(train_set, self.sampler, batch // size, config.data, world.device)
-        self.stop = StopRequest(config.distributed)
+        self.stop = StopRequest()
         self.evaluator = Evaluator(test_set, self.parallel, config, self.stop.heeded)
 
         planned_steps = config.train.epochs * (len(train_set) // batch)
@@ -62,6 +62,7 @@ class Trainer:
         others = {"scheduler": self.scheduler, "scaler": self.scaler}
         self.checkpointer = Checkpointer(self.parallel, self.optimizer, others, config, world)
         self.progress = Progress()
+        set_timeout(config.distributed.startup_timeout_seconds)
 
     def run(self) -> None:
         """Train to the end, evaluate, save; or stop on request, save, and leave the rest to the next start."""
@@ -140,7 +141,7 @@ class Trainer:
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize()
         self.tracker.say(f"first step done {time.perf_counter() - STARTED:.1f} s after the start")
-        shorten_timeout(self.config.distributed, dist.group.WORLD, self.stop.group)
+        set_timeout(self.config.distributed.timeout_seconds)  # Who is late now is lost.
         self.start_clock()
 
     def start_clock(self) -> None:
