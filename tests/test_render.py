@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import CHOICES, CONTEXT, TEMPLATE, Bake, combinations, name_of, read_tree, run
+from conftest import CHOICES, CODE, CONTEXT, TEMPLATE, Bake, combinations, name_of, read_tree, run
 from cookiecutter.main import cookiecutter
 
 BIN = Path(sys.executable).parent
@@ -34,6 +34,7 @@ TRACES = {
     ("tracker", "tensorboard"): r"tensorboard",
     ("launcher", "spawn"): r"\bspawn(?!\")|launch\.py",  # Loader processes are started by a method called "spawn".
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone",
+    ("cluster", "slurm"): r"sbatch|scancel|scontrol",
     ("docker", True): r"docker|container",
 }
 # Between the ranks of model_parallel DDP averages gradients, and data_parallel says why DDP is better than it.
@@ -145,7 +146,9 @@ def test_rendering_depends_on_the_answers_alone(bake: Bake, tmp_path: Path) -> N
 
 
 def test_scripts_pass_shellcheck(baked: Bake) -> None:
-    scripts = [path for launcher in CHOICES["launcher"] for path in baked(launcher=launcher).rglob("*.sh")]
+    projects = [baked(launcher=launcher) for launcher in CHOICES["launcher"]]
+    projects += [baked(cluster="slurm", parallelism=parallelism) for parallelism in ("ddp", "data_parallel")]
+    scripts = [path for project in projects for kind in ("*.sh", "*.sbatch") for path in project.rglob(kind)]
     run(BIN / "shellcheck", *scripts, TEMPLATE / "tests" / "demo.sh", TEMPLATE / ".ci" / "run", cwd=TEMPLATE)
 
 
@@ -190,15 +193,16 @@ def test_only_the_seam_knows_how_the_work_is_split(baked: Bake, task: str) -> No
         }
 
 
-def test_container_and_license_leave_the_code_alone(baked: Bake) -> None:
-    trees = [read_tree(baked(docker=docker, license=value)) for docker in (False, True) for value in CHOICES["license"]]
-    for tree in trees[1:]:
-        different = {name for name in tree.keys() | trees[0].keys() if tree.get(name) != trees[0].get(name)}
-        assert different <= {
-            "LICENSE",
-            "README.md",
-            "pyproject.toml",
-            "Dockerfile",
-            ".dockerignore",
-            ".devcontainer.json",
-        }
+def test_what_takes_turns_leaves_the_code_alone(baked: Bake) -> None:
+    own = {
+        "cluster": {"README.md", ".gitignore", "scripts/train.sbatch"},
+        "docker": {"README.md", "Dockerfile", ".dockerignore", ".devcontainer.json"},
+        "license": {"LICENSE"},
+    }
+    assert own.keys() == CHOICES.keys() - set(CODE)
+    default = read_tree(baked())
+    for name, files in own.items():
+        for value in CHOICES[name]:
+            tree = read_tree(baked(**{name: value}))
+            different = {path for path in tree.keys() | default.keys() if tree.get(path) != default.get(path)}
+            assert different <= files | {"pyproject.toml"}, value  # Which has the table of answers.

@@ -28,8 +28,8 @@ done
 # A mistake is told once, before anything is started.
 NPROC="$("$PYTHON" -m "$package.preflight" "$@")"
 
-# The ranks share the processors of this machine.
-cores="$(getconf _NPROCESSORS_ONLN)"
+# The ranks share the processors of this machine; on a cluster those that the job was given.
+cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
 
 #:: block start ::#

@@ -5,6 +5,7 @@ Whatever the number of ranks, step i of an epoch trains on the same samples, and
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,7 +81,13 @@ def build_loader(
         # Not a fork: it would take over the locks that other threads (of collectives, of backward) hold just then, and
         # may wait for one forever.
         multiprocessing_context="spawn" if config.num_workers else None,
+        worker_init_fn=ignore_request,
         pin_memory=device.type == "cuda",
         # Its own generator: a new iterator would otherwise draw from the global one, and a resumed run would differ.
         generator=torch.Generator(),
     )
+
+
+def ignore_request(_: int) -> None:
+    """Leave a request to stop to the rank: Slurm may signal all processes of a job, and this one loads what is due."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -6,7 +6,9 @@ it only takes a note, and the ranks tell each other between steps.
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,6 +18,9 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# The same request may come twice: Slurm signals all processes of a job, or a shell a whole group, and a launcher among
+# them hands its signal on.
+SECONDS_OF_ONE_REQUEST = 5.0
 
 
 class Stopped(Exception):
@@ -23,25 +28,30 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Listens for a signal from ``__enter__`` to ``__exit__``; a second one ends the process as if nobody listened."""
+    """Listens for a signal from ``__enter__`` to ``__exit__``; a second request ends the process as if nobody listened."""
 
     def __init__(self) -> None:
         # A group of its own, on the CPU: its messages come between no others, and wait for no device.
         self.group: Any = dist.new_group(backend="gloo")
-        self.received = 0
+        self.received, self.since = 0, 0.0
 
     def __enter__(self) -> StopRequest:
         self.former = {number: signal.signal(number, self.note) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.former.items():
-            signal.signal(number, handler)
+        if not self.received:  # Else the process is about to end, and the same request may yet come again.
+            for number, handler in self.former.items():
+                signal.signal(number, handler)
 
     def note(self, number: int, _: FrameType | None) -> None:
         """Take note of a signal."""
-        self.received = number
-        signal.signal(number, self.former[signal.Signals(number)])
+        now = time.monotonic()
+        if not self.received:
+            self.received, self.since = number, now
+        elif now - self.since > SECONDS_OF_ONE_REQUEST:
+            signal.signal(number, self.former[signal.Signals(number)])
+            os.kill(os.getpid(), number)
 
     @contextmanager
     def heeded(self) -> Iterator[None]:

@@ -1,0 +1,189 @@
+"""A real Slurm of two nodes on this machine: daemons of its own, and all that they write in one folder."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # Where the daemons are, which not every user has on the path.
+MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+# A node's name is an address at which the others reach it, as on a cluster: all of 127/8 is this machine. What stands
+# for its GPUs are empty files, so that jobs may ask for them. A job that is requeued waits for cred_expire seconds.
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+SwitchType=switch/none
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=2
+FirstJobId={first_job}
+SlurmdParameters=config_overrides
+GresTypes=gpu
+NodeName=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=32 Gres=gpu:8
+NodeName=127.0.0.2 NodeHostname={host} Port={ports[2]} CPUs=32 Gres=gpu:8
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE
+"""
+
+
+@dataclass
+class Slurm:
+    """A running Slurm.
+
+    Attributes:
+        environment: What its commands need to find it.
+    """
+
+    environment: dict[str, str]
+
+    def command(self, *words: str | Path, cwd: Path | None = None, **environment: str) -> str:
+        """Run one of Slurm's commands, and give what it printed."""
+        done = subprocess.run(
+            [str(word) for word in words],
+            cwd=cwd,
+            env=os.environ | self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm knows of a job: JobState, ExitCode, Restarts, StdOut, ..."""
+        return dict(re.findall(r"(\w+)=(\S+)", self.command("scontrol", "show", "job", number)))
+
+    def wait(self, number: str) -> dict[str, str]:
+        """Wait until a job has ended, and nothing of it is left."""
+        wait_until(lambda: self.job(number)["JobState"] in ENDED, f"job {number} has ended")
+        job = self.job(number)
+        wait_until(lambda: not self.processes(job["JobId"]), f"no process of job {number} is left", 60)
+        return job
+
+    def processes(self, number: str) -> list[int]:
+        """The processes of a job, from the kernel's table."""
+        marks = {f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(), f"SLURM_JOB_ID={number}".encode()}
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if marks <= set((process / "environ").read_bytes().split(b"\0")):
+                    found.append(int(process.name))
+            except OSError:  # It ended just now.
+                continue
+        return found
+
+
+def wait_until(true: Callable[[], bool], what: str, seconds: float = 900) -> None:
+    """Wait until something is so; the limit is one that no machine should need."""
+    give_up = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < give_up, f"waited {seconds} s in vain until {what}"
+        time.sleep(0.2)
+
+
+@contextmanager
+def daemon(*words: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
+    """A program that runs until the end of a ``with`` block."""
+    with open(log, "wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, env=os.environ | environment)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports at which nobody listens."""
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(number)]
+
+
+def write_files(folder: Path) -> dict[str, str]:
+    """Write what the daemons read; gives what they and the commands need to find it."""
+    folder.chmod(0o711)  # munged does not listen where others cannot reach it.
+    (folder / "state").mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    host = socket.gethostname().split(".")[0]
+    # Jobs meet at ports made of their numbers, which should not be those of another Slurm on this machine.
+    settings = {"folder": folder, "host": host, "ports": free_ports(3), "first_job": os.getpid()}
+    (folder / "slurm.conf").write_text(CONFIG.format(user=getpass.getuser(), **settings))
+    # No control groups, which a container may lack; from 23.02 on Slurm can be told so.
+    told = subprocess.run(["slurmctld", "-V"], env=os.environ | {"PATH": PATH}, capture_output=True, text=True).stdout
+    old = [int(part) for part in re.findall(r"\d+", told)] < [23, 2]
+    disabled = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}\n" if old else "CgroupPlugin=disabled\n"
+    (folder / "cgroup.conf").write_text(disabled)
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+    for number in range(8):
+        (folder / f"gpu{number}").touch()
+    return {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+
+
+@contextmanager
+def start_slurm() -> Iterator[Slurm]:
+    """Start the daemons, and end them and their jobs at the end of a ``with`` block."""
+    # Not below pytest's folder: the path of a socket has at most 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    environment = write_files(folder)
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+
+        def start(name: str, *words: str) -> None:
+            stack.enter_context(daemon(*words, log=folder / f"{name}.log", environment=environment))
+
+        start("munged", "munged", "--foreground", f"--socket={folder}/munge.socket", *files)
+        wait_until((folder / "munge.socket").exists, "munged listens", 60)
+        start("slurmctld", "slurmctld", "-D", "-i")
+        for node in ("127.0.0.1", "127.0.0.2"):
+            start(f"slurmd-{node}", "slurmd", "-D", "-N", node)
+        slurm = Slurm(environment)
+        question = ["sinfo", "--noheader", "--format=%D %t"]
+
+        def is_up() -> bool:
+            done = subprocess.run(question, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+            return done.stdout.split() == ["2", "idle"]
+
+        try:
+            wait_until(is_up, "both nodes are up", 180)
+            stack.callback(end_jobs, slurm)
+        except AssertionError:
+            print(*(f"{log.name}:\n{log.read_text()}" for log in folder.glob("*.log")), sep="\n")
+            raise
+        yield slurm
+
+
+def end_jobs(slurm: Slurm) -> None:
+    """End what a test that failed has left."""
+    numbers = slurm.command("squeue", "--noheader", "--format=%A").split()
+    for number in numbers:
+        slurm.command("scancel", "--signal=KILL", "--full", number)
+        slurm.command("scancel", number)
+    wait_until(lambda: not any(slurm.processes(number) for number in numbers), "the jobs have ended", 120)

@@ -1,0 +1,120 @@
+"""`scripts/train.sbatch` under a real Slurm of two nodes: trains, is stopped, returns to the queue, goes on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import Bake
+from runs import alone, records
+from slurm import MISSING, Slurm, start_slurm, wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} here: apt-get install slurm-wlm munge"),
+]
+
+SMALL = "--train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()
+LONG = [*SMALL, "--train.max_steps", "400"]  # Seconds in which a signal finds it at work.
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    with start_slurm() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def project(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project of this file alone: its logs and runs stand in it."""
+    return Path(shutil.copytree(baked(cluster="slurm"), tmp_path_factory.mktemp("slurm") / "project"))
+
+
+def submit(slurm: Slurm, project: Path, *words: str, options: str = "", script: str = "train.sbatch") -> str:
+    """Submit the shipped script, with a rank a node on the CPU; gives the number of the job."""
+    environment = {"NPROC": "1", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": "src"}
+    command = ["sbatch", "--parsable", *options.split(), f"scripts/{script}", *words]
+    return slurm.command(*command, cwd=project, **environment)
+
+
+def log_of(project: Path, job: str) -> str:
+    return (project / f"slurm-my-experiment-{job}.out").read_text()
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder, "train")]
+
+
+@pytest.fixture(scope="session")
+def finished(slurm: Slurm, project: Path) -> Path:
+    """A run over both nodes that nothing interrupted."""
+    job = submit(slurm, project, "train", *LONG, "--run.dir", "runs/finished")
+    ended = slurm.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), log_of(project, job)
+    assert "step 0 of 400 on 2 rank(s)" in log_of(project, job)
+    return project / "runs" / "finished"
+
+
+def test_two_nodes_have_the_losses_of_one_process(project: Path, finished: Path, tmp_path: Path) -> None:
+    alone(project, "train", *SMALL, "--train.max_steps", "20", "--run.dir", tmp_path)
+    assert losses(finished)[:20] == pytest.approx(losses(tmp_path), rel=1e-5)
+
+
+def test_a_job_that_is_signalled_saves_and_goes_on_where_it_was(slurm: Slurm, project: Path, finished: Path) -> None:
+    job = submit(slurm, project, "train", *LONG, "--run.dir", "runs/stopped")
+    folder = project / "runs" / "stopped"
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 5, "the run has begun")
+    slurm.command("scancel", "--batch", "--signal=USR1", job)  # What Slurm does before the time limit.
+    ended = slurm.wait(job)
+    log = log_of(project, job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+    stopped = re.search(r"stopped by SIGUSR1 after step (\d+)", log)
+    assert stopped is not None and 0 < int(stopped[1]) < 400, log
+    assert f"step {stopped[1]} of 400" in log.split("start 2,")[1]
+    assert [record["step"] for record in records(folder, "train")] == list(range(1, 401))
+    assert losses(folder) == losses(finished)
+
+
+def test_srun_alone_starts_the_ranks(slurm: Slurm, project: Path, finished: Path) -> None:
+    script = (project / "scripts" / "train.sbatch").read_text()
+    script, lines = re.subn(r"^# (task=\(--kill-on-bad-exit)", r"\1", script, flags=re.MULTILINE)
+    assert lines == 1
+    (project / "scripts" / "srun.sbatch").write_text(script)
+    words = ("train", *SMALL, "--train.max_steps", "6", "--run.dir", "runs/srun")
+    ended = slurm.wait(job := submit(slurm, project, *words, script="srun.sbatch", options="--cpus-per-task=1"))
+    assert ended["JobState"] == "COMPLETED", log_of(project, job)
+    assert "step 0 of 6 on 2 rank(s)" in log_of(project, job)
+    assert losses(project / "runs" / "srun") == pytest.approx(losses(finished)[:6], rel=1e-5)
+
+
+def test_a_run_that_fails_is_not_started_again(slurm: Slurm, project: Path) -> None:
+    job = submit(slurm, project, "train", "--data.global_batch_size", "33", "--run.dir", "runs/failed")
+    ended = slurm.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "error: data.global_batch_size is 33" in log_of(project, job)
+    assert not (project / "runs" / "failed").exists()
+
+
+def test_it_is_submitted_from_the_root_of_the_project(slurm: Slurm, project: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = slurm.command("sbatch", "--parsable", f"--output={log}", project / "scripts" / "train.sbatch", cwd=tmp_path)
+    assert slurm.wait(job)["ExitCode"] == "2:0"
+    assert "submit from the project's root" in log.read_text() and log.read_text().count("\n") == 1
+
+
+def test_an_array_is_a_run_for_each_seed(slurm: Slurm, baked: Bake, tmp_path: Path) -> None:
+    rendered = baked(cluster="slurm", parallelism="data_parallel", launcher="spawn")
+    project = Path(shutil.copytree(rendered, tmp_path / "project"))
+    words = ("train", *SMALL, "--train.max_steps", "2", "--run.dir", "runs/seeds")
+    array = submit(slurm, project, *words, options="--array=0-1 --gpus-per-node=0")
+    for seed in (0, 1):
+        ended = slurm.wait(f"{array}_{seed}")
+        assert ended["JobState"] == "COMPLETED", log_of(project, ended["JobId"])
+        settings = yaml.safe_load((project / "runs" / "seeds" / f"seed-{seed}" / "config.yaml").read_text())
+        assert settings["run"]["seed"] == seed
+    assert losses(project / "runs" / "seeds" / "seed-0") != losses(project / "runs" / "seeds" / "seed-1")

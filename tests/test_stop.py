@@ -1,0 +1,51 @@
+"""A request to stop that comes in several pieces: Slurm may signal all processes of a job, and launchers hand it on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import run
+
+pytestmark = pytest.mark.slow
+
+STOP = """
+import os, signal
+from my_experiment.config import Config
+from my_experiment.distributed import process_group
+from my_experiment.stop import StopRequest
+with process_group(Config()), StopRequest(Config().distributed) as stop:
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    print(signal.Signals(stop.received).name, flush=True)
+    stop.since -= 60
+    os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_only_a_later_request_to_stop_ends_a_rank_at_once(plain: Path) -> None:
+    done = run(sys.executable, "-c", STOP, cwd=plain, PYTHONPATH="src", expect=-signal.SIGUSR1)
+    assert done.stdout == "SIGUSR1\n"
+
+
+LOAD = """
+import os, signal
+import torch
+from my_experiment.config import Config
+from my_experiment.data import EvalSampler, build_loader
+from my_experiment.dataset import build_datasets
+config = Config()
+config.data.num_workers = 1
+dataset = build_datasets(config)[1]
+batches = iter(build_loader(dataset, EvalSampler(len(dataset), 0, 1), 10, config.data, torch.device("cpu")))
+next(batches)
+for worker in batches._workers:
+    os.kill(worker.pid, signal.SIGUSR1)
+print(1 + len(list(batches)))
+"""
+
+
+def test_a_loader_process_leaves_a_request_to_stop_to_its_rank(plain: Path) -> None:
+    assert run(sys.executable, "-c", LOAD, cwd=plain, PYTHONPATH="src").stdout == "36\n"
