@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .config import Config, DistributedConfig, UserError
+from .lost import lost_ranks_told
 from .place import Place, find_place
 
 T = TypeVar("T")
@@ -62,7 +63,8 @@ def process_group(settings: Config) -> Iterator[World]:
             **rendezvous(config.init_method, world),
         )
     try:
-        yield world
+        with lost_ranks_told(lambda: "outside of training"):
+            yield world
     finally:
         dist.destroy_process_group()
         # A gloo thread that drops the last reference to a Python object while the interpreter ends aborts the process.
