@@ -25,7 +25,8 @@ for word in "$@"; do
 done
 
 # A mistake is told once, before anything is started.
-NPROC="$("$PYTHON" -m "$package.preflight" "$@")"
+answer="$("$PYTHON" -m "$package.preflight" "$@")"
+NPROC="${answer% *}"
 
 # The ranks share the processors of this machine.
 cores="$(getconf _NPROCESSORS_ONLN)"

@@ -9,7 +9,7 @@ if [[ "${NODES:-1}" == 1 ]]; then
     rendezvous=(--standalone --local-addr=127.0.0.1)
 else
     rendezvous=(--nnodes="$NODES" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:${PORT:-29400}" --rdzv-id="${JOB_ID:-none}"
-        --rdzv-conf="is_host=$((NODE_RANK == 0))" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
+        --rdzv-conf="is_host=$((NODE_RANK == 0)),join_timeout=${answer#* }" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
 fi
 #:: endif ::#
 # A request to stop is handed to the ranks, which are given time to save.

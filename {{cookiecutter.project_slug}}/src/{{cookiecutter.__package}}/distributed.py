@@ -148,7 +148,8 @@ def meeting_errors(world: World, init_method: str) -> Iterator[None]:
     except dist.DistError as error:
         where = init_method if init_method != "env://" else world.meeting or master()
         if "EADDRINUSE" in str(error):
-            raise UserError(f"the port of {where} is in use on this machine; set MASTER_PORT to another") from None
+            remedy = "set MASTER_PORT to another" if init_method == "env://" else "give another"
+            raise UserError(f"port in use on this machine: {where}; wait for what uses it, or {remedy}") from None
         raise UserError(
             f"rank {world.rank} did not meet the other {world.size - 1} at {where}: have all been started, and can "
             f"this machine reach that one? ({next(iter(str(error).splitlines()), '')})"

@@ -1,14 +1,19 @@
 """Refuses a command that cannot work, in one line, before any process is started.
 
-``scripts/launch.sh`` asks here first, once for all ranks, and is told how many of them to start.
+``scripts/launch.sh`` asks here first, once for all ranks, and is told how many of them to start,
+and how many seconds they may take to meet.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from .checks import check
 from .commandline import TRAINING, parse
@@ -17,11 +22,11 @@ from .place import Place
 from .rundir import find_start
 
 
-def preflight(argv: Sequence[str]) -> int:
+def preflight(argv: Sequence[str]) -> tuple[int, int]:
     """Check the words of a command line.
 
     Returns:
-        The number of ranks to start on this machine.
+        The number of ranks to start on this machine, and the seconds in which all have to have met.
 
     Raises:
         SystemExit: with code 2, after one line on stderr that says what to change.
@@ -31,15 +36,36 @@ def preflight(argv: Sequence[str]) -> int:
         if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
             raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
         if command == "convert":
-            return 1
+            return 1, 60
         size = count_ranks(config)
         check(config, size * int(os.environ.get("NODES", "1")), training=command in TRAINING)
         check_backend(config)
+        check_port(config)
         if command == "train":
             find_start(config)
     except UserError as error:
         fail(str(error))
-    return size
+    return size, math.ceil(config.distributed.startup_timeout_seconds)
+
+
+def check_port(config: Config) -> None:
+    """Refuse a port at which rank 0 is to wait for the others, if something on this machine does so already.
+
+    Raises:
+        UserError: naming it, and where another one is set.
+    """
+    port, remedy = None, ""
+    if config.distributed.init_method.startswith("tcp://"):
+        port, remedy = urlsplit(config.distributed.init_method).port, "give another in --distributed.init_method"
+    elif os.environ.get("NODES", "1") != "1":
+        port, remedy = int(os.environ.get("PORT", "29400")), "set PORT to another on all machines"
+    if port is None or os.environ.get("NODE_RANK", "0") != "0":
+        return
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port in use on this machine: {port}; wait for what uses it, or {remedy}") from None
 
 
 def check_backend(config: Config) -> None:
@@ -73,4 +99,4 @@ def count_ranks(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    print(preflight(sys.argv[1:]))
+    print(*preflight(sys.argv[1:]))
