@@ -1,7 +1,7 @@
 """Refuses a command that cannot work, in one line, before any process is started.
 
-``scripts/launch.sh`` asks here first, once for all ranks, and is told how many of them to start,
-and how many seconds they may take to meet.
+``scripts/launch.sh`` asks here first, once for all ranks, and is told how many of them to start, and how many seconds
+they have to meet.
 """
 
 from __future__ import annotations
