@@ -53,7 +53,11 @@ def step_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("launcher", CHOICES["launcher"])
 def test_a_run_goes_on_after_its_link_was_cut(
-    baked: Bake, machines: Machines, expected: list[float], launcher: str, tmp_path: Path  # noqa: F811
+    baked: Bake,
+    machines: Machines,
+    expected: list[float],
+    launcher: str,
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     project, folder = baked(launcher=launcher), tmp_path / "run"
     words = [*TRAIN, "--checkpoint.every_steps", "5", "--distributed.timeout_seconds", "5", "--run.dir", folder]
@@ -80,7 +84,10 @@ def ranks(machine: Machine) -> list[int]:
 
 
 def test_torchrun_starts_both_machines_again_when_a_rank_was_killed(
-    baked: Bake, machines: Machines, expected: list[float], tmp_path: Path  # noqa: F811
+    baked: Bake,
+    machines: Machines,
+    expected: list[float],
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     folder = tmp_path / "run"
     # Restarts go on from what was saved, though the first start had to be a fresh one.
@@ -97,7 +104,11 @@ def test_torchrun_starts_both_machines_again_when_a_rank_was_killed(
 
 @pytest.mark.parametrize("parallelism", [p for p in CHOICES["parallelism"] if p not in ("ddp", "data_parallel")])
 def test_every_strategy_trains_over_two_machines(
-    baked: Bake, machines: Machines, expected: list[float], parallelism: str, tmp_path: Path  # noqa: F811
+    baked: Bake,
+    machines: Machines,
+    expected: list[float],
+    parallelism: str,
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     project, folder = baked(parallelism=parallelism), tmp_path / "run"
     launchers = start_on_both(machines, project, "train", *SHORT, "--run.dir", folder, logs=tmp_path)
