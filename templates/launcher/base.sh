@@ -26,7 +26,8 @@ for word in "$@"; do
 done
 
 # A mistake is told once, before anything is started.
-NPROC="$("$PYTHON" -m "$package.preflight" "$@")"
+answer="$("$PYTHON" -m "$package.preflight" "$@")"
+NPROC="${answer% *}"
 
 # The ranks share the processors of this machine; on a cluster those that the job was given.
 cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"

@@ -9,11 +9,12 @@ if [[ "${NODES:-1}" == 1 ]]; then
     rendezvous=(--standalone --local-addr=127.0.0.1)
 elif [[ "${MAX_RESTARTS:-0}" == 0 ]]; then
     # Ranks are numbered machine by machine; one that has lost the others ends by itself.
-    rendezvous=(--nnodes="$NODES" --node-rank="$NODE_RANK" --master-addr="$HEAD" --master-port="$PORT")
+    rendezvous=(--nnodes="$NODES" --node-rank="$NODE_RANK" --master-addr="$HEAD" --master-port="$PORT"
+        --rdzv-conf="timeout=${answer#* }")
 else
     # After a failure the machines that are left or come back meet anew.
     rendezvous=(--nnodes="$NODES" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:$PORT" --rdzv-id="${JOB_ID:-none}"
-        --rdzv-conf="is_host=$((NODE_RANK == 0))" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
+        --rdzv-conf="is_host=$((NODE_RANK == 0)),join_timeout=${answer#* }" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
 fi
 #:: endif ::#
 # Ranks that are started again need a store of their own: in the first one they find the addresses of those that died.

@@ -53,6 +53,8 @@ class Parallel:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model.to(self.device)
         prepare_blocks(model, config.train)
+        # Nothing to look at where DDP itself finds out which parameters get no gradient.
+        self.checked = config.parallel.find_unused_parameters or config.parallel.static_graph
         self.module = model
         self.ddp = DistributedDataParallel(
             model,
@@ -87,6 +89,9 @@ class Parallel:
                     loss = self.loss_fn(self.ddp(some_inputs), some_targets) / len(pieces)
                 scaler.scale(loss).backward()
             total += loss.detach()
+        if not self.checked:
+            check_gradients(self.module)
+            self.checked = True
         return total / self.data_size
 
     def predict(self, inputs: Tensor) -> Tensor | None:
@@ -100,3 +105,6 @@ class Parallel:
 
 
 #:: include "parallelism/autocast.py" ::#
+
+
+#:: include "parallelism/gradients.py" ::#

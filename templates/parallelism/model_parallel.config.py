@@ -8,6 +8,8 @@ class ParallelConfig:
     """Blocks on each device, from the first on; null balances the devices by their number of parameters."""
     bucket_cap_mb: PositiveFloat = 25.0
     """MiB of gradients that one all-reduce between ranks carries."""
+    find_unused_parameters: bool = False
+    """Look in every step for parameters that got no gradient; only for models that have some."""
 
     def data_size(self, world_size: int) -> int:
         """Parts that the global batch is cut into: one a rank."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .blocks import prepare_blocks
-from .config import Config
+from .config import Config, UserError
 from .distributed import World
 
 
@@ -49,6 +49,8 @@ class Parallel:
         self.autocast = build_autocast(self.device, config.train.precision)
         prepare_blocks(model, config.train)
         spread(model, own_devices(world.device, config.parallel.devices), config.parallel.split)
+        # Nothing to look at where DDP itself finds out which parameters get no gradient.
+        self.checked = config.parallel.find_unused_parameters
         self.module = model
         self.ddp = DistributedDataParallel(
             model,
@@ -57,6 +59,7 @@ class Parallel:
             forward_sync_buffers=False,
             bucket_cap_mb=config.parallel.bucket_cap_mb,
             gradient_as_bucket_view=True,
+            find_unused_parameters=config.parallel.find_unused_parameters,
         )
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
@@ -82,6 +85,9 @@ class Parallel:
                     loss = self.loss_fn(outputs, some_targets.to(outputs.device)) / len(pieces)
                 scaler.scale(loss).backward()
             total += loss.detach().to(self.device)
+        if not self.checked:
+            check_gradients(self.module)
+            self.checked = True
         return total / self.data_size
 
     def predict(self, inputs: Tensor) -> Tensor | None:
@@ -120,3 +126,6 @@ def move(device: torch.device, block: nn.Module, inputs: tuple[Tensor]) -> tuple
 
 
 #:: include "parallelism/autocast.py" ::#
+
+
+#:: include "parallelism/gradients.py" ::#

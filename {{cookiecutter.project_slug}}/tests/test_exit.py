@@ -1,12 +1,40 @@
-"""Guarantee 7: a clean run exits with 0, every time, and leaves no process behind."""
+"""Guarantees 6 and 7: a job whose rank dies ends and tells so; a clean run exits with 0; no process is left behind."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
-from support import RANKS, launch
+import pytest
+
+from support import RANKS, command, environment, launch
 
 
 def test_a_clean_run_exits_with_zero(tmp_path: Path) -> None:
     # Ends when the last process that holds the launcher's output is gone: one left behind would run into the timeout.
     launch("train", "--train.max_steps", "3", "--run.dir", str(tmp_path), nproc=RANKS)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in Linux's table of processes")
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    words = command("train", "--train.epochs", "1000", "--train.log_every", "1", "--run.dir", str(tmp_path))
+    with subprocess.Popen(
+        words, env=environment(RANKS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        assert job.stdout is not None
+        try:
+            assert any(line.startswith("train step") for line in job.stdout), "it did not train"
+            os.kill(find_ranks(job.pid)[-1], signal.SIGKILL)
+            output, _ = job.communicate(timeout=120)
+        finally:
+            job.kill()
+    assert job.returncode > 0
+    assert RANKS == 1 or "no word from rank 1" in output
+
+
+def find_ranks(launcher: int) -> list[int]:
+    """The processes that a launcher has started, but for the helper of Python's multiprocessing."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]

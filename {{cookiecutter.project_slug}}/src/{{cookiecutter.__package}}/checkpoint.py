@@ -25,7 +25,7 @@ from .config import Config, UserError, to_dict
 from .distributed import World, get_rng_state, on_main, set_rng_state
 from .parallel import Parallel
 from .rundir import DamagedError, checkpoint_folder, prune, write_atomically
-from .state import average_buffers, collect, fold, hand_out, named_tensors, unfold
+from .state import average_buffers, collect, fold, hand_out, named_tensors, saved_alone, unfold
 
 # Written into each file; a reader refuses a format that it does not know.
 FORMAT = 1
@@ -195,6 +195,8 @@ def load(
         optimizer: The optimizer to fill.
     """
     tensors = named_tensors(parallel.module, optimizer)
+    if optimizer is not None:
+        tensors = saved_alone(tensors, header["names"], parallel.module, optimizer)
     if "metadata" in header:
         sharded.load(path, header, tensors)
     else:
@@ -238,6 +240,8 @@ def read_on_main(path: Path, world: World) -> tuple[dict[str, Any], dict[str, An
 
     def load() -> dict[str, Any]:
         content.update(read(path))
-        return {name: part for name, part in content.items() if name not in ("model", "optimizer")}
+        header = {name: part for name, part in content.items() if name not in ("model", "optimizer")}
+        names = getattr(header["metadata"], "state_dict_metadata", ()) if "metadata" in header else unfold(content)
+        return header | {"names": list(names)}
 
     return on_main(load, world), content

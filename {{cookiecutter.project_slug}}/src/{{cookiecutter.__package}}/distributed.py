@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .config import Config, DistributedConfig, UserError
 from .debugger import allow
+from .lost import lost_ranks_told
 from .place import Place, find_place
 
 T = TypeVar("T")
@@ -62,7 +63,8 @@ def process_group(settings: Config) -> Iterator[World]:
             **rendezvous(config.init_method, world),
         )
     try:
-        yield world
+        with lost_ranks_told(lambda: "outside of training"):
+            yield world
     finally:
         dist.destroy_process_group()
         # A gloo thread that drops the last reference to a Python object while the interpreter ends aborts the process.
@@ -146,7 +148,8 @@ def meeting_errors(world: World, init_method: str) -> Iterator[None]:
     except dist.DistError as error:
         where = init_method if init_method != "env://" else world.meeting or master()
         if "EADDRINUSE" in str(error):
-            raise UserError(f"the port of {where} is in use on this machine; set MASTER_PORT to another") from None
+            remedy = "set MASTER_PORT to another" if init_method == "env://" else "give another"
+            raise UserError(f"port in use on this machine: {where}; wait for what uses it, or {remedy}") from None
         raise UserError(
             f"rank {world.rank} did not meet the other {world.size - 1} at {where}: have all been started, and can "
             f"this machine reach that one? ({next(iter(str(error).splitlines()), '')})"

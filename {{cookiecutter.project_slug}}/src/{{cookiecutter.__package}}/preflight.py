@@ -1,14 +1,19 @@
 """Refuses a command that cannot work, in one line, before any process is started.
 
-``scripts/launch.sh`` asks here first, once for all ranks, and is told how many of them to start.
+``scripts/launch.sh`` asks here first, once for all ranks, and is told how many of them to start, and how many seconds
+they have to meet.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from .checks import check
 from .commandline import TRAINING, parse
@@ -18,11 +23,11 @@ from .place import Place
 from .rundir import find_start
 
 
-def preflight(argv: Sequence[str]) -> int:
+def preflight(argv: Sequence[str]) -> tuple[int, int]:
     """Check the words of a command line.
 
     Returns:
-        The number of ranks to start on this machine.
+        The number of ranks to start on this machine, and the seconds in which all have to have met.
 
     Raises:
         SystemExit: with code 2, after one line on stderr that says what to change.
@@ -35,15 +40,36 @@ def preflight(argv: Sequence[str]) -> int:
         world_size = size * int(os.environ.get("NODES", "1"))
         check_debugger(world_size)
         if command == "convert":
-            return size
+            return size, 60
         check(config, world_size, training=command in TRAINING)
-        if command != "doctor":  # It tells that among the rest.
+        if command != "doctor":  # It tells those among the rest.
             check_backend(config)
+            check_port(config)
         if command == "train":
             find_start(config)
     except UserError as error:
         fail(str(error))
-    return size
+    return size, math.ceil(config.distributed.startup_timeout_seconds)
+
+
+def check_port(config: Config) -> None:
+    """Refuse a port at which rank 0 is to wait for the others, if something on this machine does so already.
+
+    Raises:
+        UserError: naming it, and where another one is set.
+    """
+    port, remedy = None, ""
+    if config.distributed.init_method.startswith("tcp://"):
+        port, remedy = urlsplit(config.distributed.init_method).port, "give another in --distributed.init_method"
+    elif os.environ.get("NODES", "1") != "1":
+        port, remedy = int(os.environ.get("PORT", "29400")), "set PORT to another on all machines"
+    if port is None or os.environ.get("NODE_RANK", "0") != "0":
+        return
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port in use on this machine: {port}; wait for what uses it, or {remedy}") from None
 
 
 def check_backend(config: Config) -> None:
@@ -77,4 +103,4 @@ def count_ranks(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    print(preflight(sys.argv[1:]))
+    print(*preflight(sys.argv[1:]))

@@ -5,7 +5,7 @@ A tensor may lie whole on every rank, in shards, or on some of the ranks alone; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,25 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = N
         state: Any = get_optimizer_state_dict(module, optimizer)["state"]
         tensors |= {f"optimizer.{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
     return tensors
+
+
+def saved_alone(
+    tensors: dict[str, Tensor], saved: Iterable[str], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """What of ``tensors`` a checkpoint can fill: a parameter that had no gradient yet has no state in it.
+
+    Args:
+        tensors: What this rank holds, by name.
+        saved: The names of all that was saved.
+        module: What this rank holds of the model.
+        optimizer: Its optimizer; loses the state of such parameters, for it has to be as it was.
+    """
+    known = {name.rpartition(".")[0] for name in saved}
+    missing = {name for name in tensors if name.startswith("optimizer.") and name.rpartition(".")[0] not in known}
+    parameters = dict(module.named_parameters())
+    for name in {name.removeprefix("optimizer.").rpartition(".")[0] for name in missing}:
+        del optimizer.state[parameters[name]]
+    return {name: tensor for name, tensor in tensors.items() if name not in missing}
 
 
 def average_buffers(module: nn.Module, size: int, group: dist.ProcessGroup | None) -> None:

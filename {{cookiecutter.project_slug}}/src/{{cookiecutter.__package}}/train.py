@@ -17,6 +17,7 @@ from .config import Config, OptimConfig
 from .data import TrainSampler, build_loader
 from .distributed import World, on_main, seed_rank, set_timeout
 from .evaluate import Evaluator
+from .lost import lost_ranks_told
 from .model import build_model
 from .parallel import Parallel
 from .rundir import sign_run, take_run
@@ -69,7 +70,8 @@ class Trainer:
         progress = self.progress
         self.first_step = self.saved_step = progress.step
         tracker = Tracker(self.config, self.world, done=progress.step, total=self.total_steps)
-        with tracker as self.tracker, self.checkpointer, self.stop:
+        told = lost_ranks_told(lambda: f"after step {progress.step}")
+        with tracker as self.tracker, self.checkpointer, self.stop, told:
             self.start_clock()
             try:
                 if progress.evaluation_due:
