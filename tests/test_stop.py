@@ -16,7 +16,7 @@ import os, signal
 from my_experiment.config import Config
 from my_experiment.distributed import process_group
 from my_experiment.stop import StopRequest
-with process_group(Config()), StopRequest(Config().distributed) as stop:
+with process_group(Config()), StopRequest() as stop:
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGUSR1)
     print(signal.Signals(stop.received).name, flush=True)
