@@ -95,6 +95,8 @@ def test_nothing_shows_of_the_template_or_of_what_was_not_chosen(baked: Bake, an
             assert not re.search(r"cookiecutter|jinja|\{\{|\}\}|#::|::#|#//|//#", re.sub("Jinja2==.*", "", text)), name
         for (question, value), trace in TRACES.items():
             if answers[question] != value and (answers[question], value) not in ALLOWED:
+                if question == "launcher" and name.endswith("place.py"):
+                    continue  # It understands what any launcher says.
                 assert not re.search(trace, text, re.IGNORECASE), f"{name} shows {value}"
 
 
@@ -173,7 +175,7 @@ def test_size_of_the_package(baked: Bake, parallelism: str, task: str) -> None:
     assert lines["parallel.py"] < 250
     # What is looked at before a run is read apart from it.
     doctor = sum(lines.pop(f"{name}.py") for name in ("doctor", "findings", "health", "network", "nccl", "links"))
-    assert sum(lines.values()) < 3000, lines
+    assert sum(lines.values()) < 3600, lines
     assert doctor < 1000
 
 
@@ -189,7 +191,7 @@ def test_only_the_seam_knows_how_the_work_is_split(baked: Bake, task: str) -> No
         assert different <= {
             *("README.md", "parallel.py", "config.py", "checks.py", "pyproject.toml", "default.yaml", "model.py"),
             *("bubble.py", "benchmark.py", "one_gpu.yaml", "eight_gpus.yaml", "Makefile", "support.py"),
-            *("launch.json", "train_on_two_ranks.run.xml"),
+            *("launch.json", "train_on_two_ranks.run.xml", "launch.sh", "multinode.sh"),
         }
 
 

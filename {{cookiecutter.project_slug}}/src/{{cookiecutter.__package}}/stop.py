@@ -28,7 +28,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Listens for a signal from ``__enter__`` to ``__exit__``; a second request ends the process as if nobody listened."""
+    """Listens for signals in a ``with`` block; a second request ends the process as if nobody listened."""
 
     def __init__(self) -> None:
         # A group of its own, on the CPU: its messages come between no others, and wait for no device.
