@@ -77,8 +77,10 @@ class Slurm:
 
     def wait(self, number: str) -> dict[str, str]:
         """Wait until a job has ended, and nothing of it is left."""
-        wait_until(lambda: self.job(number)["JobState"] in ENDED, f"job {number} has ended")
-        job = self.job(number)
+        give_up = time.monotonic() + 900  # A limit that no machine should need.
+        while (job := self.job(number))["JobState"] not in ENDED:
+            assert time.monotonic() < give_up and int(job["Restarts"]) < 3, job
+            time.sleep(0.2)
         wait_until(lambda: not self.processes(job["JobId"]), f"no process of job {number} is left", 60)
         return job
 
@@ -151,10 +153,10 @@ def start_slurm() -> Iterator[Slurm]:
     """Start the daemons, and end them and their jobs at the end of a ``with`` block."""
     # Not below pytest's folder: the path of a socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    environment = write_files(folder)
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        environment = write_files(folder)
 
         def start(name: str, *words: str) -> None:
             stack.enter_context(daemon(*words, log=folder / f"{name}.log", environment=environment))
