@@ -28,7 +28,7 @@ Bake = Callable[..., Path]
 
 # Answers that change code: every combination of them is rendered. The others add or change files of their own, as
 # test_render.py makes sure, and take turns.
-CODE = ("parallelism", "task", "launcher", "cluster", "tracker")
+CODE = ("parallelism", "task", "launcher", "tracker")
 
 
 def combinations() -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import CHOICES, CONTEXT, TEMPLATE, Bake, combinations, name_of, read_tree, run
+from conftest import CHOICES, CODE, CONTEXT, TEMPLATE, Bake, combinations, name_of, read_tree, run
 from cookiecutter.main import cookiecutter
 
 BIN = Path(sys.executable).parent
@@ -33,7 +33,8 @@ TRACES = {
     ("tracker", "tensorboard"): r"tensorboard",
     ("launcher", "spawn"): r"\bspawn(?!\")|launch\.py",  # Loader processes are started by a method called "spawn".
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone",
-    ("docker", True): r"docker|container",
+    ("cluster", "kubernetes"): r"kubernetes|kubectl|kubeflow|\bpods?\b",
+    ("docker", True): r"docker|in a container|development container",
 }
 # Between the ranks of model_parallel DDP averages gradients, and data_parallel says why DDP is better than it.
 ALLOWED = {("model_parallel", "ddp"), ("data_parallel", "ddp"), ("data_parallel", "model_parallel")}
@@ -51,7 +52,7 @@ def parse(path: Path, scratch: Path) -> None:
     if path.suffix == ".py":
         py_compile.compile(str(path), cfile=str(scratch / "compiled"), doraise=True)
     elif path.suffix in (".yaml", ".yml"):
-        yaml.safe_load(path.read_text())
+        list(yaml.safe_load_all(path.read_text()))
     elif path.suffix == ".json":
         json.loads(path.read_text())
     elif path.suffix == ".toml":
@@ -182,15 +183,16 @@ def test_only_the_seam_knows_how_the_work_is_split(baked: Bake, task: str) -> No
         }
 
 
-def test_container_and_license_leave_the_code_alone(baked: Bake) -> None:
-    trees = [read_tree(baked(docker=docker, license=value)) for docker in (False, True) for value in CHOICES["license"]]
-    for tree in trees[1:]:
-        different = {name for name in tree.keys() | trees[0].keys() if tree.get(name) != trees[0].get(name)}
-        assert different <= {
-            "LICENSE",
-            "README.md",
-            "pyproject.toml",
-            "Dockerfile",
-            ".dockerignore",
-            ".devcontainer.json",
-        }
+def test_what_takes_turns_leaves_the_code_alone(baked: Bake) -> None:
+    own = {
+        "cluster": {"README.md", "scripts/volume.yaml", "scripts/job.yaml", "scripts/trainjob.yaml"},
+        "docker": {"README.md", "Dockerfile", ".dockerignore", ".devcontainer.json"},
+        "license": {"LICENSE"},
+    }
+    assert own.keys() == CHOICES.keys() - set(CODE)
+    default = read_tree(baked())
+    for name, files in own.items():
+        for value in CHOICES[name]:
+            tree = read_tree(baked(**{name: value}))
+            different = {path for path in tree.keys() | default.keys() if tree.get(path) != default.get(path)}
+            assert different <= files | {"pyproject.toml"}, value  # Which has the table of answers.
