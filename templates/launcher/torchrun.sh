@@ -1,6 +1,19 @@
 #:: extends "launcher/base.sh" ::#
 #:: block start ::#
+#:: if cookiecutter.parallelism == "data_parallel" ::#
 # --standalone lets the system choose a port, so that several jobs fit beside each other.
-exec "$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node="$NPROC" \
-    -m "$package" "$@"
+rendezvous=(--standalone --local-addr=127.0.0.1)
+#:: else ::#
+if [[ "${NODES:-1}" == 1 ]]; then
+    # --standalone lets the system choose a port, so that several jobs fit beside each other.
+    rendezvous=(--standalone --local-addr=127.0.0.1)
+else
+    rendezvous=(--nnodes="$NODES" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:${PORT:-29400}" --rdzv-id="${JOB_ID:-none}"
+        --rdzv-conf="is_host=$((NODE_RANK == 0))" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
+fi
+#:: endif ::#
+# A request to stop is handed to the ranks, which are given time to save.
+exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$NPROC" \
+    --max-restarts="${MAX_RESTARTS:-0}" --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    --shutdown-timeout="${STOP_SECONDS:-60}" -m "$package" "$@"
 #:: endblock ::#

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from .checks import check
-from .commandline import parse
-from .config import UserError, fail
+from .commandline import TRAINING, parse
+from .config import Config, UserError, fail
 from .launcher_watch import end_with_launcher
+from .place import Place, find_place
 
 
 def main(argv: Sequence[str]) -> None:
@@ -19,12 +19,31 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with code 2 and one line on stderr, if the user has to change something.
     """
-    end_with_launcher()
-    command, config, paths = parse(argv)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        place = find_place()
+        end_with_launcher(place)
+        command, config, paths = parse(argv)
+        if command == "convert":
+            run_convert(paths, place)
+        else:
+            check(config, place.size, training=command in TRAINING)
+            run(command, config, paths)
+    except UserError as error:
+        fail(str(error))
+
+
+def run_convert(paths: dict[str, str], place: Place) -> None:
+    """The one subcommand that one process does alone."""
+    from .convert import convert
+
+    if place.rank == 0:
+        convert(Path(paths["checkpoint"]), Path(paths["output"]))
+
+
+def run(command: str, config: Config, paths: dict[str, str]) -> None:
+    """Do ``command`` together with all other ranks."""
     # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
     from .benchmark import benchmark
-    from .convert import convert
     from .distributed import choose_arithmetic, process_group
     from .evaluate import evaluate
     #:: if cookiecutter.task == "language" ::#
@@ -32,26 +51,18 @@ def main(argv: Sequence[str]) -> None:
     #:: endif ::#
     from .train import train
 
-    try:
-        if command == "convert":
-            if os.environ.get("RANK", "0") == "0":
-                convert(Path(paths["checkpoint"]), Path(paths["output"]))
-            return
-        check(config, size, training=command != "evaluate")
-        choose_arithmetic(config.train.exact)
-        with process_group(config) as world:
-            if command == "train":
-                train(config, world)
-            elif command == "benchmark":
-                benchmark(config, world)
-            #:: if cookiecutter.task == "language" ::#
-            elif command == "generate":
-                generate(paths["checkpoint"], config, world)
-            #:: endif ::#
-            else:
-                evaluate(paths["checkpoint"], config, world)
-    except UserError as error:
-        fail(str(error))
+    choose_arithmetic(config.train.exact)
+    with process_group(config) as world:
+        if command == "train":
+            train(config, world)
+        elif command == "benchmark":
+            benchmark(config, world)
+        #:: if cookiecutter.task == "language" ::#
+        elif command == "generate":
+            generate(paths["checkpoint"], config, world)
+        #:: endif ::#
+        else:
+            evaluate(paths["checkpoint"], config, world)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class Progress:
         samples: Samples of this epoch consumed, over all ranks.
         best_step: Step of the best evaluation so far.
         best_value: Its figure, ``dataset.BEST_BY``.
+        evaluation_due: Whether the run was stopped in the evaluation that belongs to this step.
     """
 
     step: int = 0
@@ -49,6 +50,7 @@ class Progress:
     samples: int = 0
     best_step: int | None = None
     best_value: float | None = None
+    evaluation_due: bool = False
 
 
 class Checkpointer:

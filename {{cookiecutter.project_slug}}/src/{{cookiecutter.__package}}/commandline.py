@@ -21,6 +21,9 @@ COMMANDS = {
     "convert": ("write --checkpoint PATH in the other format as --output PATH", ("checkpoint", "output")),
 }
 
+# Those that take optimizer steps, so that the global batch has to divide.
+TRAINING = ("train", "benchmark")
+
 
 class Parser(ArgumentParser):
     """A parser whose errors are one line."""

@@ -177,7 +177,8 @@ class Config:
 
 def fail(message: str) -> NoReturn:
     """End this process with exit code 2 and one line on stderr, once a machine: its ranks have the same to say."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    words = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    if next((os.environ[word] for word in words if word in os.environ), "0") == "0":
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
 

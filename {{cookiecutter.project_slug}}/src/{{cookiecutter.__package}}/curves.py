@@ -37,8 +37,9 @@ def draw_curves(metrics: Path, image: Path) -> None:
         (right, "eval", BEST_BY, f"test {BEST_BY}"),
     ):
         points = [(record["step"], record[key]) for record in records if record["event"] == event]
-        axes.plot(*zip(*points, strict=True), label=label) if points else None
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label)
+            axes.legend()
         axes.set_xlabel("step")
-        axes.legend()
     figure.savefig(image, dpi=150)
     pyplot.close(figure)

@@ -1,7 +1,6 @@
 """Who am I (rank, local rank, world size, device), and the process group: set up, watched over, cleaned up.
 
-Every launcher tells a process its place through the same environment variables; a process that has none of them is
-alone, and is rank 0 of a world of one.
+``place.py`` reads from the environment which process this is; here it gets a device, and meets the others.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,26 +19,19 @@ import torch
 import torch.distributed as dist
 
 from .config import Config, DistributedConfig, UserError
+from .place import Place, find_place
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class World:
-    """The place of this process among all.
+@dataclass(frozen=True, kw_only=True)
+class World(Place):
+    """The place of this process among all, and its device.
 
     Attributes:
-        rank: Number of this process among all, from 0.
-        local_rank: Number of this process among those on its machine, from 0.
-        size: Number of processes (the world size).
-        local_size: Number of processes on this machine.
         device: Where this process computes; the first one, if it has several.
     """
 
-    rank: int
-    local_rank: int
-    size: int
-    local_size: int
     device: torch.device
 
     @property
@@ -61,13 +53,14 @@ def process_group(settings: Config) -> Iterator[World]:
     if world.device.type != "cpu":
         # Before the first collective, or every rank would open a context on the first device.
         torch.accelerator.set_device_index(world.device)
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=config.startup_timeout_seconds),
-        # A process with several devices uses the backend on all of them.
-        device_id=world.device if world.device.type != "cpu" and settings.parallel.devices_per_rank() == 1 else None,
-        **rendezvous(config.init_method, world),
-    )
+    with meeting_errors(world, config.init_method):
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(seconds=config.startup_timeout_seconds),
+            # A process with several devices uses the backend on all of them.
+            device_id=world.device if is_single_device(settings, world) else None,
+            **rendezvous(config.init_method, world),
+        )
     try:
         yield world
     finally:
@@ -76,41 +69,42 @@ def process_group(settings: Config) -> Iterator[World]:
         gc.collect()
 
 
+def is_single_device(settings: Config, world: World) -> bool:
+    """Whether this process computes on one accelerator."""
+    return world.device.type != "cpu" and settings.parallel.devices_per_rank() == 1
+
+
 def resolve(config: DistributedConfig, devices_per_rank: int) -> World:
     """Find this process's place from the environment, and choose its device.
 
     Raises:
         UserError: if the environment is incomplete, or there are more processes than devices.
     """
-    if "RANK" not in os.environ:
-        return World(0, 0, 1, 1, choose_device(config, devices_per_rank, local_rank=0, local_size=1, size=1))
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    except (KeyError, ValueError) as error:
-        raise UserError(f"RANK is set, but the launcher's other variables do not fit it: {error}") from None
-    device = choose_device(config, devices_per_rank, local_rank, local_size, size)
-    return World(rank, local_rank, size, local_size, device)
+    place = find_place()
+    return World(**asdict(place), device=choose_device(config, devices_per_rank, place))
 
 
-def choose_device(
-    config: DistributedConfig, devices_per_rank: int, local_rank: int, local_size: int, size: int
-) -> torch.device:
-    """Accelerators by local rank, the first of this process; the CPU where there is none, or where it was asked for."""
+def choose_device(config: DistributedConfig, devices_per_rank: int, place: Place) -> torch.device:
+    """Accelerators by local rank, the first of this process; the CPU where there is none, or where it was asked for.
+
+    Raises:
+        UserError: if there are more processes than devices.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if config.device == "cpu" or accelerator is None:
         return torch.device("cpu")
-    if accelerator.type == "mps" and size > 1:
+    if accelerator.type == "mps" and place.size > 1:
         return torch.device("cpu")  # Apple's GPU has no collectives.
     count = torch.accelerator.device_count()
-    if local_size * devices_per_rank > count and config.backend != "gloo":
+    if place.launcher == "srun" and count == devices_per_rank:
+        return torch.device(accelerator.type, 0)  # Slurm may show each task its own devices alone.
+    if place.local_size * devices_per_rank > count and config.backend != "gloo":
         raise UserError(
-            f"{local_size} process(es) on this machine with {devices_per_rank} device(s) each, but {count} device(s): "
-            f"start fewer (NPROC={count // devices_per_rank}), use the CPU (--distributed.device cpu), or share the "
-            "devices (--distributed.backend gloo)"
+            f"{place.local_size} process(es) on this machine with {devices_per_rank} device(s) each, but {count} "
+            f"device(s): start fewer (NPROC={count // devices_per_rank}), use the CPU (--distributed.device cpu), or "
+            "share the devices (--distributed.backend gloo)"
         )
-    return torch.device(accelerator.type, local_rank * devices_per_rank % count)
+    return torch.device(accelerator.type, place.local_rank * devices_per_rank % count)
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
@@ -130,12 +124,38 @@ def choose_backend(backend: str, device: torch.device) -> str:
 
 def rendezvous(init_method: str, world: World) -> dict[str, Any]:
     """Where the ranks meet, as arguments of ``init_process_group``; a lone process meets nobody and needs no port."""
-    if world.size == 1 and init_method == "env://":
+    if init_method == "env://" and world.size == 1:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    if init_method == "env://" and world.meeting:
+        init_method = f"tcp://{world.meeting}"
     if init_method.startswith("tcp://"):
         # The launcher's own store is at another place: rank 0 has to open one here, and all would wait for it.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return {"init_method": init_method, "rank": world.rank, "world_size": world.size}
+
+
+@contextmanager
+def meeting_errors(world: World, init_method: str) -> Iterator[None]:
+    """Tell in one line why the ranks did not meet.
+
+    Raises:
+        UserError: if the port is taken, or not all ranks came in time.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        where = init_method if init_method != "env://" else world.meeting or master()
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"the port of {where} is in use on this machine; set MASTER_PORT to another") from None
+        raise UserError(
+            f"rank {world.rank} did not meet the other {world.size - 1} at {where}: have all been started, and can "
+            f"this machine reach that one? ({next(iter(str(error).splitlines()), '')})"
+        ) from None
+
+
+def master() -> str:
+    """Where the launcher's variables say that rank 0 is."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def choose_arithmetic(exact: bool) -> None:
@@ -144,9 +164,10 @@ def choose_arithmetic(exact: bool) -> None:
     torch.backends.cudnn.deterministic = exact
 
 
-def shorten_timeout(config: DistributedConfig) -> None:
+def shorten_timeout(config: DistributedConfig, *groups: Any) -> None:
     """From here on wait only ``timeout_seconds`` for other ranks: start-up is over, and who is late now is lost."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_seconds), dist.group.WORLD)
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_seconds), group)
 
 
 def on_main(action: Callable[[], T], world: World) -> T:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import checkpoint, dataset
 from .checks import check
@@ -30,17 +33,24 @@ class Evaluator:
         samples: A dataset whose items are ``(input, target)``.
         parallel: The model.
         config: The run's settings.
+        around_batch: A context for each batch, the same number of times on every rank; may raise to give up.
     """
 
-    def __init__(self, samples: Any, parallel: Parallel, config: Config) -> None:
-        self.parallel = parallel
+    def __init__(
+        self,
+        samples: Any,
+        parallel: Parallel,
+        config: Config,
+        around_batch: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.parallel, self.around_batch = parallel, around_batch
         self.samples, self.length = samples, len(samples)
         self.sampler = EvalSampler(self.length, parallel.data_rank, parallel.data_size)
         self.loader = build_loader(
             samples, self.sampler, config.data.eval_batch_size, config.data, device=parallel.device
         )
         # Of all ranks, rank 0 has the most samples.
-        self.batches = math.ceil(math.ceil(self.length / parallel.data_size) / config.data.eval_batch_size)
+        self.most_batches = math.ceil(math.ceil(self.length / parallel.data_size) / config.data.eval_batch_size)
 
     def __call__(self) -> dict[str, Any]:
         """The figures of the whole dataset, the same on every rank; a collective.
@@ -64,19 +74,26 @@ class Evaluator:
     @torch.no_grad()
     def score_my_share(self) -> Scores:
         """The scores of the samples that this rank answers for, each of shape (samples,), and their ``index``."""
-        scores: dict[str, list[torch.Tensor]] = {}
-        for inputs, targets in self.loader:
-            inputs, targets = (x.to(self.parallel.device, non_blocking=True) for x in (inputs, targets))
-            outputs = self.parallel.predict(inputs)
-            if outputs is None:
-                continue
-            for name, values in dataset.score(outputs, targets).items():
-                scores.setdefault(name, []).append(values)
-        # The model may have to be run by all ranks together: one that has no samples left runs it on any, for nothing.
-        for _ in range(self.batches - len(self.loader)):
-            self.parallel.predict(self.samples[0, 0][0][None].to(self.parallel.device))
+        scores: dict[str, list[Tensor]] = {}
+        for inputs, targets in self.batches():
+            with self.around_batch():
+                outputs = self.parallel.predict(inputs.to(self.parallel.device, non_blocking=True))
+                if outputs is None or targets is None:
+                    continue
+                targets = targets.to(self.parallel.device, non_blocking=True)
+                for name, values in dataset.score(outputs, targets).items():
+                    scores.setdefault(name, []).append(values)
         arrays = {name: torch.cat(values).cpu().numpy() for name, values in scores.items()}
         return {**arrays, "index": np.array(self.sampler.indices if arrays else [], dtype=np.int64)}
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """This rank's batches, and then as many more as rank 0 has.
+
+        The model may have to be run by all ranks together: one that has no samples left runs it on any, for nothing.
+        """
+        yield from self.loader
+        for _ in range(self.most_batches - len(self.loader)):
+            yield self.samples[0, 0][0][None], None
 
 
 def merge(shares: list[Scores], length: int) -> Scores:

@@ -13,15 +13,22 @@ import sys
 import threading
 import time
 
+from .place import Place
+
 PR_SET_PDEATHSIG = 1  # From <linux/prctl.h>.
 
 
-def end_with_launcher() -> None:
-    """Have this process end with the launcher that started it; a process started by hand has none, and goes on."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:
+def end_with_launcher(place: Place) -> None:
+    """Have this process end with the launcher that started it; a process started by hand has none, and goes on.
+
+    Slurm needs no help: its daemon ends what it started.
+    """
+    mpi = place.launcher == "mpirun"
+    if not mpi and "LOCAL_WORLD_SIZE" not in os.environ:
         return
     launcher = os.getppid()
-    if sys.platform == "linux":
+    # The kernel would also act when the thread that started us ends, and MPI's launchers have several.
+    if sys.platform == "linux" and not mpi:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # It died before the kernel knew what to do.
             os.kill(os.getpid(), signal.SIGKILL)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .checks import check
-from .commandline import parse
+from .commandline import TRAINING, parse
 from .config import Config, UserError, fail
+from .place import Place
 from .rundir import find_start
 
 
@@ -32,12 +33,25 @@ def preflight(argv: Sequence[str]) -> int:
         if command == "convert":
             return 1
         size = count_ranks(config)
-        check(config, size, training=command != "evaluate")
+        check(config, size * int(os.environ.get("NODES", "1")), training=command in TRAINING)
+        check_backend(config)
         if command == "train":
             find_start(config)
     except UserError as error:
         fail(str(error))
     return size
+
+
+def check_backend(config: Config) -> None:
+    """Refuse a backend that was asked for by name, and that this machine or this PyTorch lacks.
+
+    Raises:
+        UserError: naming it, and what would work.
+    """
+    if config.distributed.backend in ("nccl", "mpi"):
+        from .distributed import choose_backend, choose_device  # PyTorch takes seconds to import.
+
+        choose_backend(config.distributed.backend, choose_device(config.distributed, 1, Place()))
 
 
 def count_ranks(config: Config) -> int:

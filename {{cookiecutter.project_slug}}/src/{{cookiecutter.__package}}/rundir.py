@@ -104,7 +104,7 @@ def find_start(config: Config) -> list[Path]:
         UserError: if ``checkpoint.resume`` does not allow what is in ``run.dir``.
     """
     resume, saved = config.checkpoint.resume, list_checkpoints(checkpoint_folder(config))
-    if resume == "auto":
+    if resume == "auto" or (saved and is_restart()):
         return saved[::-1]
     newest = f"{config.run.dir} holds {saved[-1].name}" if saved else ""
     if resume == "never":
@@ -117,6 +117,11 @@ def find_start(config: Config) -> list[Path]:
     if saved and path.resolve() != saved[-1].resolve():
         raise UserError(f"{newest} already; to start from {resume}, give another run.dir")
     return [path]
+
+
+def is_restart() -> bool:
+    """Whether torchrun or Slurm has started this very job before: it goes on from what it saved then."""
+    return any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def take_run(config: Config) -> list[Path]:

@@ -20,6 +20,7 @@ from .evaluate import Evaluator
 from .model import build_model
 from .parallel import Parallel
 from .rundir import sign_run, take_run
+from .stop import Stopped, StopRequest
 from .tracking import Tracker
 
 
@@ -49,7 +50,8 @@ class Trainer:
         rank, size, batch = self.parallel.data_rank, self.parallel.data_size, config.data.global_batch_size
         self.sampler = TrainSampler(train_set, rank, size, batch, config.run.seed)
         self.loader = build_loader(train_set, self.sampler, batch // size, config.data, world.device)
-        self.evaluator = Evaluator(test_set, self.parallel, config)
+        self.stop = StopRequest(config.distributed)
+        self.evaluator = Evaluator(test_set, self.parallel, config, self.stop.heeded)
 
         planned_steps = config.train.epochs * (len(train_set) // batch)
         self.total_steps = min(planned_steps, config.train.max_steps or planned_steps)
@@ -62,39 +64,53 @@ class Trainer:
         self.progress = Progress()
 
     def run(self) -> None:
-        """Train to the end, evaluate, save."""
+        """Train to the end, evaluate, save; or stop on request, save, and leave the rest to the next start."""
         progress = self.progress
         self.first_step = self.saved_step = progress.step
         tracker = Tracker(self.config, self.world, done=progress.step, total=self.total_steps)
-        with tracker as self.tracker, self.checkpointer:
+        with tracker as self.tracker, self.checkpointer, self.stop:
             self.start_clock()
-            while progress.step < self.total_steps:
-                self.run_epoch()
+            try:
+                if progress.evaluation_due:
+                    self.saved_step = 0  # What was saved of this step does not know of its evaluation.
+                    self.evaluate()
+                    self.save()
+                while progress.step < self.total_steps:
+                    self.run_epoch()
+            except Stopped as signal:
+                self.save()
+                tracker.say(f"stopped by {signal} after step {progress.step}; the same command goes on from there")
 
     def run_epoch(self) -> None:
         """Train on what is left of the current epoch, or until the last step."""
-        progress, config = self.progress, self.config
+        progress = self.progress
         self.sampler.set_epoch(progress.epoch, start=progress.samples)
         for inputs, targets in self.loader:
-            lr = float(self.scheduler.get_last_lr()[0])
-            loss, norm = self.step(inputs, targets)
-            progress.step += 1
-            progress.samples += config.data.global_batch_size
-            self.tracker.advance()
-            if progress.step == self.first_step + 1:
-                self.after_first_step()
-            last = progress.step == self.total_steps
-            if last or is_due(progress.step, config.train.log_every):
-                self.log(loss, norm, lr)
-            # Evaluation first: the checkpoint then knows whether it is the best.
-            if last or is_due(progress.step, config.train.eval_every):
-                self.evaluate()
-            if last or is_due(progress.step, config.checkpoint.every_steps):
-                self.save()
-            if last:
+            with self.stop.heeded():
+                self.advance(inputs, targets)
+            if progress.step == self.total_steps:
                 return
         progress.epoch += 1
         progress.samples = 0
+
+    def advance(self, inputs: Tensor, targets: Tensor) -> None:
+        """One step, and what is due after it."""
+        progress, config = self.progress, self.config
+        lr = float(self.scheduler.get_last_lr()[0])
+        loss, norm = self.step(inputs, targets)
+        progress.step += 1
+        progress.samples += config.data.global_batch_size
+        self.tracker.advance()
+        if progress.step == self.first_step + 1:
+            self.after_first_step()
+        last = progress.step == self.total_steps
+        if last or is_due(progress.step, config.train.log_every):
+            self.log(loss, norm, lr)
+        # Evaluation first: the checkpoint then knows whether it is the best.
+        if last or is_due(progress.step, config.train.eval_every):
+            self.evaluate()
+        if last or is_due(progress.step, config.checkpoint.every_steps):
+            self.save()
 
     def step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """One optimizer step; waits for nothing on the device.
@@ -124,7 +140,7 @@ class Trainer:
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize()
         self.tracker.say(f"first step done {time.perf_counter() - STARTED:.1f} s after the start")
-        shorten_timeout(self.config.distributed)
+        shorten_timeout(self.config.distributed, dist.group.WORLD, self.stop.group)
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -147,7 +163,9 @@ class Trainer:
     def evaluate(self) -> None:
         """Score the test set, and save a model that is better than all before."""
         progress = self.progress
+        progress.evaluation_due = True  # As long as it may be stopped.
         record = self.evaluator()
+        progress.evaluation_due = False
         self.tracker.log({"event": "eval", "step": progress.step, "split": "test", **record})
         value, sign = record[dataset.BEST_BY], 1 if dataset.HIGHER_IS_BETTER else -1
         if progress.best_value is None or sign * value > sign * progress.best_value:
