@@ -7,8 +7,12 @@ rendezvous=(--standalone --local-addr=127.0.0.1)
 if [[ "${NODES:-1}" == 1 ]]; then
     # --standalone lets the system choose a port, so that several jobs fit beside each other.
     rendezvous=(--standalone --local-addr=127.0.0.1)
+elif [[ "${MAX_RESTARTS:-0}" == 0 ]]; then
+    # Ranks are numbered machine by machine; one that has lost the others ends by itself.
+    rendezvous=(--nnodes="$NODES" --node-rank="$NODE_RANK" --master-addr="$HEAD" --master-port="$PORT")
 else
-    rendezvous=(--nnodes="$NODES" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:${PORT:-29400}" --rdzv-id="${JOB_ID:-none}"
+    # After a failure the machines that are left or come back meet anew.
+    rendezvous=(--nnodes="$NODES" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:$PORT" --rdzv-id="${JOB_ID:-none}"
         --rdzv-conf="is_host=$((NODE_RANK == 0))" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
 fi
 #:: endif ::#

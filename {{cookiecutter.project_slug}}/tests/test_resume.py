@@ -1,7 +1,8 @@
-"""Guarantee 3: a run that was killed and started again ends as one that never was."""
+"""Guarantees 3 and 5: a run that was stopped or killed, and started again, ends as one that never was."""
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -15,22 +16,25 @@ STEPS = 30
 SETTINGS = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 15 --checkpoint.every_steps 4".split()
 
 
-def kill_at(step: int, run: Path) -> None:
-    """Start the run, and SIGKILL its launcher when it has logged ``step``; the ranks have to end by themselves."""
+def end_at(step: int, number: signal.Signals, run: Path) -> str:
+    """Start the run, and send its launcher a signal when it has logged ``step``; gives what it told, to its end."""
     launcher = subprocess.Popen(
         command("train", *SETTINGS, "--run.dir", str(run)),
         env=environment(RANKS),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        text=True,
     )
     give_up = time.monotonic() + 120
     while not reached(step, run):
-        assert launcher.poll() is None, "the run ended before it could be killed"
+        assert launcher.poll() is None, "the run ended too soon"
         assert time.monotonic() < give_up, f"step {step} was not reached"
         time.sleep(0.01)
-    launcher.send_signal(signal.SIGKILL)
-    launcher.communicate()  # Returns when the last process that holds the launcher's output is gone.
+    launcher.send_signal(number)
+    told = launcher.communicate()[0]  # Returns when the last process that holds the launcher's output is gone.
+    assert launcher.returncode != 0
     assert not reached(STEPS, run), "the ranks went on without their launcher"
+    return told
 
 
 def reached(step: int, run: Path) -> bool:
@@ -39,16 +43,18 @@ def reached(step: int, run: Path) -> bool:
     return metrics.exists() and f'"step": {step},' in metrics.read_text()
 
 
-def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_a_run_that_was_killed_and_stopped_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
     launch("train", *SETTINGS, "--run.dir", str(whole), nproc=RANKS)
-    kill_at(14, killed)
-    again = launch("train", *SETTINGS, "--run.dir", str(killed), nproc=RANKS)
+    end_at(10, signal.SIGKILL, run)
+    stopped = re.search(r"stopped by SIGTERM after step (\d+)", end_at(18, signal.SIGTERM, run))
+    assert stopped, "it was not asked to stop in order"
+    last = launch("train", *SETTINGS, "--run.dir", str(run), nproc=RANKS)
 
-    assert "step 0 of" not in again.stdout  # It went on, and did not start afresh.
-    expected, weights = load_model(whole), load_model(killed)
+    assert f"step {stopped[1]} of {STEPS}" in last.stdout  # No step is lost.
+    expected, weights = load_model(whole), load_model(run)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
     for event in ("train", "eval"):
-        told = [[(record["step"], record["loss"]) for record in read_records(run, event)] for run in (whole, killed)]
+        told = [[(record["step"], record["loss"]) for record in read_records(folder, event)] for folder in (whole, run)]
         assert told[0] == told[1]

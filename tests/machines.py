@@ -1,0 +1,99 @@
+"""Two machines on this one: network namespaces, joined by a link that can be cut."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from runs import small
+
+TROUBLE = (
+    "ip (Debian's iproute2) is not installed" if not shutil.which("ip")
+    else "only root may make network namespaces" if os.geteuid()
+    else ""
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One end of the link."""
+
+    namespace: str
+    address: str
+
+    def ip(self, *words: str) -> str:
+        """Configure the machine's network."""
+        return subprocess.run(["ip", "-n", self.namespace, *words], check=True, capture_output=True, text=True).stdout
+
+    def start(self, *words: str | Path, cwd: Path, log: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command on this machine."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *map(str, words)],
+            cwd=cwd,
+            env=os.environ | {"PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "wire"} | environment,
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def processes(self) -> list[int]:
+        """What runs on it."""
+        words = ["ip", "netns", "pids", self.namespace]
+        return [int(pid) for pid in subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()]
+
+
+Machines = tuple[Machine, Machine]
+
+
+@contextmanager
+def two_machines() -> Iterator[Machines]:
+    """Make them, and end all that still runs on them afterwards."""
+    first, second = machines = tuple(Machine(f"ddp-{os.getpid()}-{n}", f"10.77.0.{n}") for n in (1, 2))
+    try:
+        for machine in machines:
+            subprocess.run(["ip", "netns", "add", machine.namespace], check=True)
+            machine.ip("link", "set", "lo", "up")
+        first.ip("link", "add", "name", "wire", "type", "veth", "peer", "name", "wire", "netns", second.namespace)
+        for machine in machines:
+            machine.ip("address", "add", f"{machine.address}/24", "dev", "wire")
+            machine.ip("link", "set", "wire", "up")
+        yield first, second
+    finally:
+        for machine in machines:
+            for pid in machine.processes():
+                os.kill(pid, 9)
+            subprocess.run(["ip", "netns", "delete", machine.namespace], check=False)
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    if TROUBLE:
+        pytest.skip(TROUBLE)
+    with two_machines() as both:
+        yield both
+
+
+def start_on_both(
+    machines: Machines, project: Path, *words: str | Path, logs: Path, **environment: str
+) -> list[subprocess.Popen[bytes]]:
+    """The shipped script on each machine, as its user would type it."""
+    logs.mkdir(parents=True, exist_ok=True)
+    shared = {"HEAD": machines[0].address, "NODES": "2", "NPROC": "1"} | environment
+    return [
+        machine.start(
+            project / "scripts/multinode.sh",
+            *small(project, *words),
+            cwd=project,
+            log=logs / f"{rank}.log",
+            NODE_RANK=str(rank),
+            LOCAL_ADDR=machine.address,
+            **shared,
+        )
+        for rank, machine in enumerate(machines)
+    ]
