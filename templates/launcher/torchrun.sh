@@ -11,7 +11,9 @@ elif [[ "${MAX_RESTARTS:-0}" == 0 ]]; then
     # Ranks are numbered machine by machine; one that has lost the others ends by itself.
     rendezvous=(--nnodes="$NODES" --node-rank="$NODE_RANK" --master-addr="$HEAD" --master-port="$PORT")
 else
-    # After a failure the machines that are left or come back meet anew.
+    # After a failure the machines that are left or come back meet anew. Those that are left keep their ranks' store, and
+    # a new one never hears of it (PyTorch 2.13): each meeting has one of its own.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     rendezvous=(--nnodes="$NODES" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:$PORT" --rdzv-id="${JOB_ID:-none}"
         --rdzv-conf="is_host=$((NODE_RANK == 0))" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
 fi
