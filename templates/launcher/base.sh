@@ -3,6 +3,7 @@
 #
 # NPROC   number of ranks; by default what suits the accelerators of this machine
 # PYTHON  interpreter; by default the project's .venv, or the first python on the PATH
+# STOP_CODE  exit code of a rank that was asked to stop and has saved (0); another tells that the run is not at its end
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
