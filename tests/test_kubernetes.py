@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from runs import records
 
 Document = dict[str, Any]
 
+PATIENCE = 600.0  # Seconds, for what takes some ten on a machine that has nothing else to do.
 VERSIONS = ["1.29", kubernetes_validate.latest_version()]  # The oldest that job.yaml names, and the newest.
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the API asks for it.
 PLACE = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -139,6 +141,7 @@ def test_a_pod_has_what_training_needs(baked: Bake, parallelism: str, launcher: 
     # A save is given longer than by default, and the launcher ends before the cluster kills it.
     assert 120 <= int(variables["STOP_SECONDS"]) < spec["terminationGracePeriodSeconds"]
     assert ("MAX_RESTARTS" in variables) == (launcher == "torchrun")
+    assert variables.get("STOP_CODE") == (None if parallelism == "data_parallel" else "75")
 
 
 @pytest.mark.parametrize("parallelism", [p for p in CHOICES["parallelism"] if p != "data_parallel"])
@@ -155,12 +158,16 @@ def test_the_pods_of_a_job_find_each_other(baked: Bake, parallelism: str) -> Non
     assert (variables["NODE_RANK"], variables["LOCAL_ADDR"]) == (PLACE, "status.podIP")
 
 
-def test_pods_are_replaced_unless_that_would_not_help(baked: Bake) -> None:
-    job = read(baked(cluster="kubernetes"))["Job"]
-    taken, mistaken = job["spec"]["podFailurePolicy"]["rules"]
+@pytest.mark.parametrize("launcher", CHOICES["launcher"])
+def test_pods_are_replaced_unless_that_would_not_help(baked: Bake, launcher: str) -> None:
+    job = read(baked(cluster="kubernetes", launcher=launcher))["Job"]
+    taken, mistaken, *stopped = job["spec"]["podFailurePolicy"]["rules"]
+    codes = {"containerName": container(job)["name"], "operator": "In"}
     assert taken == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    assert mistaken["action"] == "FailJob" and mistaken["onExitCodes"]["values"] == [2]
-    assert mistaken["onExitCodes"]["containerName"] == container(job)["name"]
+    assert mistaken == {"action": "FailJob", "onExitCodes": codes | {"values": [2]}}
+    # launch.py ends as its ranks do; torchrun stays, and starts them again.
+    code = int(environment(job)["STOP_CODE"])
+    assert stopped == ([{"action": "Ignore", "onExitCodes": codes | {"values": [code]}}] if launcher == "spawn" else [])
     assert pod(job)["restartPolicy"] == "Never"  # The API refuses the policy with any other.
 
 
@@ -180,39 +187,92 @@ def test_names_are_such_as_the_cluster_takes(bake: Bake, slug: str) -> None:
     assert len(tags) == 3 and all(re.fullmatch(r"[a-z0-9./-]+", tag) for tag in tags)
 
 
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
+class Pods:
+    """Pods of a run, on this machine: each is the command of its container, in its environment.
 
+    Args:
+        project: The rendered project, in place of the image.
+        document: The Job or the TrainJob.
+        words: Further words for its command.
+    """
 
-def start_pod(project: Path, document: Document, index: int, port: str, *words: str) -> subprocess.Popen[str]:
-    """Start a pod's command in its environment, on this machine; what the cluster fills in is filled in here."""
-    train = container(document)
-    here = {PLACE: str(index), "status.podIP": "127.0.0.1"}
-    variables = {name: here.get(value, value) for name, value in environment(document).items()}
-    if document["kind"] == "TrainJob":
-        # https://github.com/kubeflow/trainer/blob/v2.3.0/pkg/runtime/framework/plugins/torch/torch.go
-        variables |= {"PET_NNODES": str(train["numNodes"]), "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(index)}
-        variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-        command = [*train["command"], " ".join([*train["args"], *words])]
-    else:
-        assert variables.pop("HEAD")
-        variables |= {"HEAD": "127.0.0.1", "PORT": port}
-        command = [*train["command"], *train["args"], *words]
-    variables |= {"NPROC": "1", "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(command, cwd=project, env=os.environ | variables, stderr=subprocess.PIPE, text=True)
+    def __init__(self, project: Path, document: Document, *words: str) -> None:
+        self.project, self.document, self.words = project, document, words
+        self.started: list[subprocess.Popen[str]] = []
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            self.port = str(server.getsockname()[1])
+
+    def __enter__(self) -> Pods:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.started:
+            each.kill()  # Its ranks end with it.
+
+    def start(self, index: int) -> subprocess.Popen[str]:
+        """Start a pod; what the cluster fills in is filled in here."""
+        train = container(self.document)
+        here = {PLACE: str(index), "status.podIP": "127.0.0.1"}
+        variables = {name: here.get(value, value) for name, value in environment(self.document).items()}
+        words = [*train["args"], *self.words]
+        if self.document["kind"] == "TrainJob":
+            # https://github.com/kubeflow/trainer/blob/v2.3.0/pkg/runtime/framework/plugins/torch/torch.go
+            variables |= {"PET_NNODES": str(train["numNodes"]), "PET_NODE_RANK": str(index)}
+            variables |= {"PET_NPROC_PER_NODE": "auto", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": self.port}
+            words = [" ".join(words)]  # For a shell.
+        else:
+            variables |= {"HEAD": "127.0.0.1", "PORT": self.port}
+        variables |= {"NPROC": "1", "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
+        command, log = [*train["command"], *words], self.project / f"{len(self.started)}.log"
+        with open(log, "w") as file:
+            pod = subprocess.Popen(command, cwd=self.project, env=os.environ | variables, stdout=file, stderr=file)
+        self.started.append(pod)
+        return pod
+
+    def wait_for_training(self) -> None:
+        """Wait until the first steps are done."""
+        give_up = time.monotonic() + PATIENCE
+        while not self.steps():
+            assert time.monotonic() < give_up and all(pod.poll() is None for pod in self.started), self.logs()
+            time.sleep(0.02)
+
+    def steps(self) -> list[int]:
+        """The steps that were trained so far."""
+        folder = self.project / "runs" / "default"
+        return [record["step"] for record in records(folder, "train")] if (folder / "metrics.jsonl").exists() else []
+
+    def logs(self) -> str:
+        return "".join((self.project / f"{number}.log").read_text() for number in range(len(self.started)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "launcher"), [("Job", "torchrun"), ("TrainJob", "spawn")])
-def test_the_commands_of_two_pods_train_together(bake: Bake, kind: str, launcher: str) -> None:
-    project = bake(cluster="kubernetes", launcher=launcher)
-    document = read(project)[kind]
-    words = "--train.max_steps 4 --train.log_every 1 --distributed.device cpu".split()
-    port = free_port()
-    pods = [start_pod(project, document, index, port, *words) for index in range(2)]
-    errors = [each.communicate(timeout=600)[1] for each in pods]
-    assert [each.returncode for each in pods] == [0, 0], errors
-    assert [record["step"] for record in records(project / "runs" / "default", "train")] == [1, 2, 3, 4]
-    assert "2 rank(s)" in "".join(errors)
+def test_a_pod_that_is_taken_away_is_replaced_and_no_step_is_lost(bake: Bake) -> None:
+    """The Job's pods under torchrun: the one that stays starts its ranks again when the new one is there."""
+    project = bake(cluster="kubernetes")
+    words = "--train.max_steps 100 --train.log_every 1 --distributed.device cpu".split()
+    with Pods(project, read(project)["Job"], *words) as pods:
+        staying, taken = pods.start(0), pods.start(1)
+        pods.wait_for_training()
+        taken.terminate()
+        assert taken.wait(PATIENCE) not in (0, 2), "the cluster replaces it"
+        done = max(pods.steps())
+        new = pods.start(1)
+        assert [staying.wait(PATIENCE), new.wait(PATIENCE)] == [0, 0], pods.logs()
+        assert pods.steps() == list(range(1, 101))
+        for line in (f"stopped by SIGTERM after step {done};", f"step {done} of 100 on 2 rank(s)"):
+            assert line in pods.logs()
+        assert done < 100
+
+
+@pytest.mark.slow
+def test_pods_under_kubeflow_train_together_and_stop_together(bake: Bake) -> None:
+    """The TrainJob's pods under launch.py: none of them is taken for done when one is taken away."""
+    project = bake(cluster="kubernetes", launcher="spawn")
+    words = "--train.epochs 1000 --train.log_every 1 --distributed.device cpu".split()
+    with Pods(project, read(project)["TrainJob"], *words) as pods:
+        staying, taken = pods.start(0), pods.start(1)
+        pods.wait_for_training()
+        taken.terminate()
+        assert (staying.wait(PATIENCE), taken.wait(PATIENCE)) == (75, 75), pods.logs()
+        assert "on 2 rank(s)" in pods.logs() and f"stopped by SIGTERM after step {max(pods.steps())};" in pods.logs()
