@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from .checks import check
 from .commandline import TRAINING, parse
@@ -25,8 +26,11 @@ def main(argv: Sequence[str]) -> None:
         command, config, paths = parse(argv)
         if command == "convert":
             run_convert(paths, place)
+            return
+        check(config, place.size, training=command in TRAINING)
+        if command == "doctor":
+            run_doctor(config)
         else:
-            check(config, place.size, training=command in TRAINING)
             run(command, config, paths)
     except UserError as error:
         fail(str(error))
@@ -38,6 +42,13 @@ def run_convert(paths: dict[str, str], place: Place) -> None:
 
     if place.rank == 0:
         convert(Path(paths["checkpoint"]), Path(paths["output"]))
+
+
+def run_doctor(config: Config) -> NoReturn:
+    """The one that helps where no process group can be formed; its exit code is what it found."""
+    from .doctor import doctor
+
+    sys.exit(doctor(config))
 
 
 def run(command: str, config: Config, paths: dict[str, str]) -> None:

@@ -17,12 +17,13 @@ COMMANDS = {
     #:: if cookiecutter.task == "language" ::#
     "generate": ("print text that --checkpoint PATH goes on with", ("checkpoint",)),
     #:: endif ::#
+    "doctor": ("check machines, network and disk before a long run", ()),
     "benchmark": ("measure where the time of a training step goes", ()),
     "convert": ("write --checkpoint PATH in the other format as --output PATH", ("checkpoint", "output")),
 }
 
-# Those that take optimizer steps, so that the global batch has to divide.
-TRAINING = ("train", "benchmark")
+# Those that take optimizer steps or prepare for it, so that the global batch has to divide.
+TRAINING = ("train", "benchmark", "doctor")
 
 
 class Parser(ArgumentParser):

@@ -177,10 +177,15 @@ class Config:
 
 def fail(message: str) -> NoReturn:
     """End this process with exit code 2 and one line on stderr, once a machine: its ranks have the same to say."""
-    words = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-    if next((os.environ[word] for word in words if word in os.environ), "0") == "0":
+    if speaks_for_machine():
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
+
+
+def speaks_for_machine() -> bool:
+    """Whether a launcher numbered this process as the first of its machine, or none numbered it."""
+    words = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    return next((os.environ[word] for word in words if word in os.environ), "0") == "0"
 
 
 def sections() -> dict[str, type]:

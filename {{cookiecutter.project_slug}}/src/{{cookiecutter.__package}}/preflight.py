@@ -34,7 +34,8 @@ def preflight(argv: Sequence[str]) -> int:
             return 1
         size = count_ranks(config)
         check(config, size * int(os.environ.get("NODES", "1")), training=command in TRAINING)
-        check_backend(config)
+        if command != "doctor":  # It tells that among the rest.
+            check_backend(config)
         if command == "train":
             find_start(config)
     except UserError as error:
