@@ -35,7 +35,8 @@ TRACES = {
     ("launcher", "spawn"): r"\bspawn(?!\")|launch\.py",  # Loader processes are started by a method called "spawn".
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone",
     ("cluster", "slurm"): r"sbatch|scancel|scontrol",
-    ("docker", True): r"docker|container",
+    ("cluster", "kubernetes"): r"kubernetes|kubectl|kubeflow|\bpods?\b",
+    ("docker", True): r"docker|in a container|development container",
 }
 # Between the ranks of model_parallel DDP averages gradients, and data_parallel says why DDP is better than it.
 ALLOWED = {("model_parallel", "ddp"), ("data_parallel", "ddp"), ("data_parallel", "model_parallel")}
@@ -53,7 +54,7 @@ def parse(path: Path, scratch: Path) -> None:
     if path.suffix == ".py":
         py_compile.compile(str(path), cfile=str(scratch / "compiled"), doraise=True)
     elif path.suffix in (".yaml", ".yml"):
-        yaml.safe_load(path.read_text())
+        list(yaml.safe_load_all(path.read_text()))
     elif path.suffix == ".json":
         json.loads(path.read_text())
     elif path.suffix == ".toml":
@@ -197,7 +198,10 @@ def test_only_the_seam_knows_how_the_work_is_split(baked: Bake, task: str) -> No
 
 def test_what_takes_turns_leaves_the_code_alone(baked: Bake) -> None:
     own = {
-        "cluster": {"README.md", ".gitignore", "scripts/train.sbatch"},
+        "cluster": {
+            *("README.md", ".gitignore", "scripts/train.sbatch"),
+            *("scripts/volume.yaml", "scripts/job.yaml", "scripts/trainjob.yaml"),
+        },
         "docker": {"README.md", "Dockerfile", ".dockerignore", ".devcontainer.json"},
         "license": {"LICENSE"},
     }

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -66,3 +67,14 @@ class StopRequest:
         work.wait()
         if highest:
             raise Stopped(signal.Signals(int(highest)).name)
+
+
+def end_stopped() -> NoReturn:
+    """End a rank that has stopped and saved: with 0, or with STOP_CODE where 0 would be taken for the end of the run.
+
+    Where a cluster stops one machine, the ranks of the others stop too, and nobody told their launchers why.
+
+    Raises:
+        SystemExit: always.
+    """
+    sys.exit(int(os.environ.get("STOP_CODE", "0")))
