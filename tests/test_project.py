@@ -15,7 +15,13 @@ from conftest import CHOICES, Bake, copy_tracked, run
 pytestmark = pytest.mark.slow
 
 
-OTHERS = {"launcher": "spawn", "tracker": "tensorboard", "docker": True, "license": "Proprietary"}
+OTHERS = {
+    "launcher": "spawn",
+    "cluster": "kubernetes",
+    "tracker": "tensorboard",
+    "docker": True,
+    "license": "Proprietary",
+}
 
 
 @pytest.mark.parametrize(

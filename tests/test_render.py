@@ -35,7 +35,8 @@ TRACES = {
     ("launcher", "spawn"): r"\bspawn(?!\")|launch\.py",  # Loader processes are started by a method called "spawn".
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone",
     ("cluster", "slurm"): r"sbatch|scancel|scontrol",
-    ("docker", True): r"docker|container",
+    ("cluster", "kubernetes"): r"kubernetes|kubectl|kubeflow|\bpods?\b",
+    ("docker", True): r"docker|in a container|development container",
 }
 # Between the ranks of model_parallel DDP averages gradients, and data_parallel says why DDP is better than it.
 ALLOWED = {("model_parallel", "ddp"), ("data_parallel", "ddp"), ("data_parallel", "model_parallel")}
@@ -53,7 +54,7 @@ def parse(path: Path, scratch: Path) -> None:
     if path.suffix == ".py":
         py_compile.compile(str(path), cfile=str(scratch / "compiled"), doraise=True)
     elif path.suffix in (".yaml", ".yml"):
-        yaml.safe_load(path.read_text())
+        list(yaml.safe_load_all(path.read_text()))
     elif path.suffix == ".json":
         json.loads(path.read_text())
     elif path.suffix == ".toml":
@@ -95,6 +96,8 @@ def test_nothing_shows_of_the_template_or_of_what_was_not_chosen(baked: Bake, an
             assert not re.search(r"cookiecutter|jinja|\{\{|\}\}|#::|::#|#//|//#", re.sub("Jinja2==.*", "", text)), name
         for (question, value), trace in TRACES.items():
             if answers[question] != value and (answers[question], value) not in ALLOWED:
+                if question == "launcher" and name.endswith("place.py"):
+                    continue  # It understands what any launcher says.
                 assert not re.search(trace, text, re.IGNORECASE), f"{name} shows {value}"
 
 
@@ -173,7 +176,7 @@ def test_size_of_the_package(baked: Bake, parallelism: str, task: str) -> None:
     assert lines["parallel.py"] < 250
     # What is looked at before a run is read apart from it.
     doctor = sum(lines.pop(f"{name}.py") for name in ("doctor", "findings", "health", "network", "nccl", "links"))
-    assert sum(lines.values()) < 3000, lines
+    assert sum(lines.values()) < 3600, lines
     assert doctor < 1000
 
 
@@ -189,13 +192,16 @@ def test_only_the_seam_knows_how_the_work_is_split(baked: Bake, task: str) -> No
         assert different <= {
             *("README.md", "parallel.py", "config.py", "checks.py", "pyproject.toml", "default.yaml", "model.py"),
             *("bubble.py", "benchmark.py", "one_gpu.yaml", "eight_gpus.yaml", "Makefile", "support.py"),
-            *("launch.json", "train_on_two_ranks.run.xml"),
+            *("launch.json", "train_on_two_ranks.run.xml", "launch.sh", "multinode.sh"),
         }
 
 
 def test_what_takes_turns_leaves_the_code_alone(baked: Bake) -> None:
     own = {
-        "cluster": {"README.md", ".gitignore", "scripts/train.sbatch"},
+        "cluster": {
+            *("README.md", ".gitignore", "scripts/train.sbatch"),
+            *("scripts/volume.yaml", "scripts/job.yaml", "scripts/trainjob.yaml"),
+        },
         "docker": {"README.md", "Dockerfile", ".dockerignore", ".devcontainer.json"},
         "license": {"LICENSE"},
     }

@@ -3,6 +3,7 @@
 #
 # NPROC       number of ranks; by default what suits the accelerators of this machine
 # DEBUG_RANK  the rank that is to wait for a debugger; see the README
+# STOP_CODE   exit code of a rank that was asked to stop and has saved (0); another tells that the run is not at its end
 # PYTHON      interpreter; by default the project's .venv, or the first python on the PATH
 set -euo pipefail
 

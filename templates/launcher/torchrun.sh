@@ -17,7 +17,8 @@ else
         --rdzv-conf="is_host=$((NODE_RANK == 0)),join_timeout=${answer#* }" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
 fi
 #:: endif ::#
-# Ranks that are started again need a store of their own: in the first one they find the addresses of those that died.
+# Ranks that are started again need a store of their own: in the first one they find the addresses of those that died, and
+# a machine that takes another's place is not told of it.
 [[ "${MAX_RESTARTS:-0}" == 0 ]] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # A request to stop is handed to the ranks, which are given time to save.
 exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$NPROC" \

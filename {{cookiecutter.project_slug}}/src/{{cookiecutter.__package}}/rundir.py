@@ -120,7 +120,7 @@ def find_start(config: Config) -> list[Path]:
 
 
 def is_restart() -> bool:
-    """Whether torchrun or Slurm has started this very job before: it goes on from what it saved then."""
+    """Whether a launcher or the cluster has started this very job before: it goes on from what it saved then."""
     return any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 

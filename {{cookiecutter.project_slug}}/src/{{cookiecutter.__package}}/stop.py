@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Listens for a signal from ``__enter__`` to ``__exit__``; a second request ends the process at once."""
+    """Listens for signals in a ``with`` block; a second request ends the process as if nobody listened."""
 
     def __init__(self) -> None:
         # A group of its own, on the CPU: its messages come between no others, and wait for no device.
@@ -66,3 +67,14 @@ class StopRequest:
         work.wait()
         if highest:
             raise Stopped(signal.Signals(int(highest)).name)
+
+
+def end_stopped() -> NoReturn:
+    """End a rank that has stopped and saved: with 0, or with STOP_CODE where 0 would be taken for the end of the run.
+
+    Where a cluster stops one machine, the ranks of the others stop too, and nobody told their launchers why.
+
+    Raises:
+        SystemExit: always.
+    """
+    sys.exit(int(os.environ.get("STOP_CODE", "0")))

@@ -21,7 +21,7 @@ from .lost import lost_ranks_told
 from .model import build_model
 from .parallel import Parallel
 from .rundir import sign_run, take_run
-from .stop import Stopped, StopRequest
+from .stop import Stopped, StopRequest, end_stopped
 from .tracking import Tracker
 
 
@@ -67,7 +67,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end, evaluate, save; or stop on request, save, and leave the rest to the next start."""
-        progress = self.progress
+        progress, stopped = self.progress, False
         self.first_step = self.saved_step = progress.step
         tracker = Tracker(self.config, self.world, done=progress.step, total=self.total_steps)
         told = lost_ranks_told(lambda: f"after step {progress.step}")
@@ -81,8 +81,11 @@ class Trainer:
                 while progress.step < self.total_steps:
                     self.run_epoch()
             except Stopped as signal:
+                stopped = True
                 self.save()
                 tracker.say(f"stopped by {signal} after step {progress.step}; the same command goes on from there")
+        if stopped:
+            end_stopped()
 
     def run_epoch(self) -> None:
         """Train on what is left of the current epoch, or until the last step."""
