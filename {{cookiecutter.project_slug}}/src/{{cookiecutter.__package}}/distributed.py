@@ -167,9 +167,9 @@ def choose_arithmetic(exact: bool) -> None:
     torch.backends.cudnn.deterministic = exact
 
 
-def shorten_timeout(config: DistributedConfig, *groups: Any) -> None:
+def shorten_timeout(config: DistributedConfig) -> None:
     """From here on wait only ``timeout_seconds`` for other ranks: start-up is over, and who is late now is lost."""
-    for group in groups:
+    for group in dist.distributed_c10d._world.pg_map:  # All that this rank is in, those of a mesh too.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_seconds), group)
 
 

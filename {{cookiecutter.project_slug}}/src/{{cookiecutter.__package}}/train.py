@@ -142,7 +142,7 @@ class Trainer:
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize()
         self.tracker.say(f"first step done {time.perf_counter() - STARTED:.1f} s after the start")
-        shorten_timeout(self.config.distributed, dist.group.WORLD, self.stop.group)
+        shorten_timeout(self.config.distributed)
         self.start_clock()
 
     def start_clock(self) -> None:
