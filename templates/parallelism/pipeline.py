@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -68,6 +69,8 @@ class Parallel:
         ).to(self.device)
         self.stages = {index: Stage(blocks, autocast) for index, blocks in mine.items()}
         self.schedule: Any = None  # Built in the first step, when the shape of a micro-batch is known.
+        self.starting, self.timeout = True, timedelta(seconds=config.distributed.timeout_seconds)
+        self.pipelines = mesh.mesh.T.tolist()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Forward and backward of one global batch, of which this rank's pipeline has a share.
@@ -84,6 +87,8 @@ class Parallel:
         """
         if self.schedule is None:
             self.schedule = self.build_schedule(inputs.chunk(self.microbatches)[0])
+        elif self.starting:
+            self.end_startup()
         self.total = torch.zeros((), device=self.device)
         self.factor = scaler.scale(torch.ones_like(self.total))
         fed = [inputs] if self.holds(0) else []
@@ -139,6 +144,14 @@ class Parallel:
         kind = get_schedule_class(self.config.schedule)
         held: Any = self.scheduled[0] if issubclass(kind, PipelineScheduleSingle) else self.scheduled
         return kind(held, self.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
+
+    def end_startup(self) -> None:
+        """Wait less long for other stages from now on: under gloo, that takes a group that was made for it."""
+        self.starting = False
+        if dist.get_backend(self.pipeline) == "gloo":
+            self.pipeline, _ = dist.new_subgroups_by_enumeration(self.pipelines, self.timeout)
+            for stage in self.scheduled:
+                stage.group = self.pipeline
 
     def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The part of one micro-batch in the mean loss over the global batch, times the scaler's factor."""

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,11 +52,11 @@ def tell(error: Exception, where: str) -> None:
     """Leave word of an error; of one that comes from waiting, note (and print, once for all ranks) who is to blame."""
     rank, size = dist.get_rank(), dist.get_world_size()
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    words = exchange(rank, size, Word(is_of_collective(error), place_of(error), text))
+    words, store_gone = exchange(rank, size, Word(is_of_collective(error), place_of(error), text))
     if not words[rank].waited:
         error.add_note(f"rank {rank}, {where}")
         return
-    line = f"{explain(words, size, where)}. See 'When it goes wrong' in README.md"
+    line = f"{explain(words, size, where, store_gone)}. See 'When it goes wrong' in README.md"
     error.add_note(line)
     if rank == min(other for other in words if words[other].waited):
         # Now, for a launcher that ends this rank may leave no time for a traceback.
@@ -77,33 +77,42 @@ def place_of(error: Exception) -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name}" if frames else "an unknown place"
 
 
-def exchange(rank: int, size: int, word: Word) -> dict[int, Word]:
-    """Leave word for other ranks; one that waited also gathers theirs, for as long as ``PATIENCE``. All, by rank."""
+def exchange(rank: int, size: int, word: Word) -> tuple[dict[int, Word], bool]:
+    """Leave word for other ranks; one that waited also gathers theirs, for as long as ``PATIENCE``.
+
+    Returns:
+        The words by rank, this one's among them; and whether the store is gone, so that others may have left some.
+    """
     store, words = dist.distributed_c10d._get_default_store(), {rank: word}
+    gone = threading.Event()
 
     def gather() -> None:
-        with suppress(RuntimeError):  # The process that holds the store may be gone.
+        try:
             store.set(f"lost/{rank}", json.dumps(asdict(word)))
             while word.waited and len(words) < size:
                 for other in set(range(size)) - words.keys():
                     if store.check([f"lost/{other}"]):
                         words[other] = Word(**json.loads(store.get(f"lost/{other}")))
                 time.sleep(0.1)
+        except dist.DistError:
+            gone.set()
 
     # In a thread, for a store behind a broken link neither answers nor fails.
     thread = threading.Thread(target=gather, daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    return dict(words)
+    return dict(words), gone.is_set()
 
 
-def explain(words: Mapping[int, Word], size: int, where: str) -> str:
-    """Who failed; else, of whom there is no word; else, where the ranks waited for each other."""
+def explain(words: Mapping[int, Word], size: int, where: str, store_gone: bool) -> str:
+    """Who failed; else, of whom there is no word, if that can be known; else, where the ranks waited for each other."""
     failed = [f"rank {r} failed at {w.place}: {w.error}" for r, w in sorted(words.items()) if not w.waited]
     waited = [f"rank {r} waited at {w.place}" for r, w in sorted(words.items()) if w.waited]
     silent = ", ".join(str(rank) for rank in range(size) if rank not in words)
     if failed:
         return f"{where}, {'; '.join(failed)}"
+    if silent and store_gone:
+        return f"{where}, no word from rank 0 or its launcher: it is gone, with the store of the ranks; {waited[0]}"
     if silent:
         return f"{where}, no word from rank {silent}: it is dead, hangs, is late, or in another collective; {waited[0]}"
     return f"{where}, the ranks waited for each other in different collectives: {'; '.join(waited)}"
