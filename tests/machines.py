@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from runs import small
 
 TROUBLE = (
@@ -69,14 +68,6 @@ def two_machines() -> Iterator[Machines]:
             for pid in machine.processes():
                 os.kill(pid, 9)
             subprocess.run(["ip", "netns", "delete", machine.namespace], check=False)
-
-
-@pytest.fixture
-def machines() -> Iterator[Machines]:
-    if TROUBLE:
-        pytest.skip(TROUBLE)
-    with two_machines() as both:
-        yield both
 
 
 def start_on_both(

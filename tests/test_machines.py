@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import CHOICES, Bake
-from machines import Machine, Machines, machines, start_on_both  # noqa: F401
+from machines import TROUBLE, Machine, Machines, start_on_both, two_machines
 from runs import SHORT, alone, checkpoints, records
 
 pytestmark = pytest.mark.slow
@@ -19,6 +19,14 @@ pytestmark = pytest.mark.slow
 PATIENCE = 240.0  # Seconds for what takes a few on a machine that has nothing else to do.
 STEPS = 30
 TRAIN = ["train", "--train.max_steps", str(STEPS), "--train.log_every", "1", "--distributed.device", "cpu"]
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    if TROUBLE:
+        pytest.skip(TROUBLE)
+    with two_machines() as both:
+        yield both
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +65,7 @@ def test_a_run_goes_on_after_its_link_was_cut(
     machines: Machines,
     expected: list[float],
     launcher: str,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     project, folder = baked(launcher=launcher), tmp_path / "run"
     words = [*TRAIN, "--checkpoint.every_steps", "5", "--distributed.timeout_seconds", "5", "--run.dir", folder]
@@ -87,7 +95,7 @@ def test_torchrun_starts_both_machines_again_when_a_rank_was_killed(
     baked: Bake,
     machines: Machines,
     expected: list[float],
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
     # Restarts go on from what was saved, though the first start had to be a fresh one.
@@ -108,7 +116,7 @@ def test_every_strategy_trains_over_two_machines(
     machines: Machines,
     expected: list[float],
     parallelism: str,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     project, folder = baked(parallelism=parallelism), tmp_path / "run"
     launchers = start_on_both(machines, project, "train", *SHORT, "--run.dir", folder, logs=tmp_path)
