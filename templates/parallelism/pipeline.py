@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -24,6 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from .blocks import prepare_blocks
 from .config import Config, ParallelConfig
+from .debugger import allow
 from .distributed import World
 
 
@@ -69,7 +69,7 @@ class Parallel:
         ).to(self.device)
         self.stages = {index: Stage(blocks, autocast) for index, blocks in mine.items()}
         self.schedule: Any = None  # Built in the first step, when the shape of a micro-batch is known.
-        self.starting, self.timeout = True, timedelta(seconds=config.distributed.timeout_seconds)
+        self.starting, self.timeout = True, allow(config.distributed.timeout_seconds)
         self.pipelines = mesh.mesh.T.tolist()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
