@@ -187,11 +187,11 @@ def test_only_the_seam_knows_how_the_work_is_split(baked: Bake, task: str) -> No
         different = {Path(name).name for name in tree.keys() ^ trees[0].keys()}
         different |= {Path(name).name for name in tree.keys() & trees[0].keys() if tree[name] != trees[0][name]}
         assert different >= {"README.md", "parallel.py", "config.py", "pyproject.toml"}
-        # Micro-batches in the settings, what a block says of its slices, the bubble and its benchmark, tests' layouts,
-        # and what editors start: one process has no use for two ranks.
+        # Micro-batches in the settings, what a block says of its slices, stages, the bubble and its benchmark, the
+        # tests' layouts, and what editors and scripts start: one process has no use for two ranks.
         assert different <= {
             *("README.md", "parallel.py", "config.py", "checks.py", "pyproject.toml", "default.yaml", "model.py"),
-            *("bubble.py", "benchmark.py", "one_gpu.yaml", "eight_gpus.yaml", "Makefile", "support.py"),
+            *("stages.py", "bubble.py", "benchmark.py", "one_gpu.yaml", "eight_gpus.yaml", "Makefile", "support.py"),
             *("launch.json", "train_on_two_ranks.run.xml", "launch.sh", "multinode.sh"),
         }
 
