@@ -295,7 +295,11 @@ def test_what_is_left_over_is_found_and_ends(bake: Bake, symptom: str, launcher:
     finally:
         launcher_process.send_signal(signal.SIGKILL)
         launcher_process.wait()
-    wait_for(lambda: listed() == [])
+    try:
+        wait_for(lambda: listed() == [])
+    finally:  # Not even where the test has failed.
+        for pid in listed():
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
