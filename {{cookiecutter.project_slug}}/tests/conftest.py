@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support import launch
-
-STEPS = 20
+from support import LENGTH, launch
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +19,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = (nproc, *settings)
         if key not in runs:
             runs[key] = tmp_path_factory.mktemp("run")
-            length = ("--train.max_steps", str(STEPS), "--train.log_every", "1")
-            launch("train", *length, *settings, "--run.dir", str(runs[key]), nproc=nproc)
+            launch("train", *LENGTH, *settings, "--run.dir", str(runs[key]), nproc=nproc)
         return runs[key]
 
     return train

@@ -24,6 +24,9 @@ SMALL = (
     *("--model.width", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32"),
 )
 #:: endif ::#
+# How long the runs are that several tests look at.
+STEPS = 20
+LENGTH = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 4".split()
 #:: include "parallelism/" ~ cookiecutter.parallelism ~ ".tests.py" ::#
 
 
@@ -41,7 +44,10 @@ def command(*words: str, small: Sequence[str] = SMALL) -> list[str]:
 def launch(
     *words: str, nproc: int, exit_code: int = 0, small: Sequence[str] = SMALL
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``scripts/launch.sh`` to its end, and expect its exit code."""
+    """Run ``scripts/launch.sh`` to its end, and expect its exit code.
+
+    Returns when the last process is gone that holds the launcher's output: one left behind runs into the timeout.
+    """
     line = command(*words, small=small)
     done = subprocess.run(line, env=environment(nproc), capture_output=True, text=True, timeout=300)
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import RANKS, launch, newest_checkpoint
+from support import LENGTH, RANKS, launch, newest_checkpoint
 
 checkpoint = import_module("{{ cookiecutter.__package }}.checkpoint")
 config = import_module("{{ cookiecutter.__package }}.config")
@@ -78,8 +78,7 @@ def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(trained: Callable[
     torn = newest.with_suffix(".tmp")  # What a save that was killed leaves.
     torn.mkdir()
     (torn / "__9_0.distcp").touch()
-    length = ("--train.max_steps", "20", "--train.log_every", "1")
-    done = launch("train", *length, *SETTINGS, "--run.dir", str(run), nproc=RANKS)
+    done = launch("train", *LENGTH, *SETTINGS, "--run.dir", str(run), nproc=RANKS)
     assert "step-00000020.dcp is not" in done.stderr and "going on from the one before" in done.stderr
     assert "step 10 of 20" in done.stdout
     assert sorted(path.name for path in newest.parent.iterdir()) == ["step-00000010.dcp", "step-00000020.dcp"]

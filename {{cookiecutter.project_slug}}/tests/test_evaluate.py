@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import EVALUATIONS, launch, load_model, newest_checkpoint, settings
+from support import EVALUATIONS, RANKS, launch, load_model, newest_checkpoint, settings
 
 dataset = import_module("{{ cookiecutter.__package }}.dataset")
 model = import_module("{{ cookiecutter.__package }}.model")
@@ -23,7 +23,7 @@ def expected(trained: Callable[..., Path]) -> dict[str, Any]:
     config = settings()
     _, test_set = dataset.build_datasets(config)
     network = model.build_model(config.model)
-    network.load_state_dict(load_model(trained(1)))
+    network.load_state_dict(load_model(trained(RANKS)))
     samples = [test_set[0, index] for index in range(len(test_set))]
     inputs, targets = (torch.stack(column) for column in zip(*samples, strict=True))
     with torch.no_grad():
@@ -36,7 +36,7 @@ def expected(trained: Callable[..., Path]) -> dict[str, Any]:
 def test_every_sample_counts_once(
     trained: Callable[..., Path], expected: dict[str, Any], nproc: int, words: list[str]
 ) -> None:
-    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(trained(1))), *words, nproc=nproc)
+    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(trained(RANKS))), *words, nproc=nproc)
     record = json.loads(done.stdout.splitlines()[-1])
     assert record.keys() >= expected.keys()
     for name, value in expected.items():

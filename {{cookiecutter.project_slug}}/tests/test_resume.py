@@ -6,20 +6,18 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from support import RANKS, command, environment, launch, load_model, read_records
-
-STEPS = 30
-SETTINGS = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 15 --checkpoint.every_steps 4".split()
+from support import LENGTH, RANKS, STEPS, command, environment, launch, load_model, read_records
 
 
 def end_at(step: int, number: signal.Signals, run: Path) -> str:
     """Start the run, and send its launcher a signal when it has logged ``step``; gives what it told, to its end."""
     launcher = subprocess.Popen(
-        command("train", *SETTINGS, "--run.dir", str(run)),
+        command("train", *LENGTH, "--run.dir", str(run)),
         env=environment(RANKS),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -43,13 +41,14 @@ def reached(step: int, run: Path) -> bool:
     return metrics.exists() and f'"step": {step},' in metrics.read_text()
 
 
-def test_a_run_that_was_killed_and_stopped_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    launch("train", *SETTINGS, "--run.dir", str(whole), nproc=RANKS)
-    end_at(10, signal.SIGKILL, run)
-    stopped = re.search(r"stopped by SIGTERM after step (\d+)", end_at(18, signal.SIGTERM, run))
+def test_a_run_that_was_killed_and_stopped_ends_with_the_same_weights(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole, run = trained(RANKS), tmp_path / "run"
+    end_at(6, signal.SIGKILL, run)
+    stopped = re.search(r"stopped by SIGTERM after step (\d+)", end_at(11, signal.SIGTERM, run))
     assert stopped, "it was not asked to stop in order"
-    last = launch("train", *SETTINGS, "--run.dir", str(run), nproc=RANKS)
+    last = launch("train", *LENGTH, "--run.dir", str(run), nproc=RANKS)
 
     assert f"step {stopped[1]} of {STEPS}" in last.stdout  # No step is lost.
     expected, weights = load_model(whole), load_model(run)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import STEPS
-from support import SPLITS, load_model, read_records, settings
+from support import SPLITS, STEPS, load_model, read_records, settings
 
 data = import_module("{{ cookiecutter.__package }}.data")
 dataset = import_module("{{ cookiecutter.__package }}.dataset")
