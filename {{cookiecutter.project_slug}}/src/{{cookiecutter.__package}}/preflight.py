@@ -20,7 +20,7 @@ from .commandline import TRAINING, parse
 from .config import Config, UserError, fail
 from .debugger import check_debugger
 from .place import Place
-from .rundir import find_start
+from .rundir import find_start, is_restart
 
 
 def preflight(argv: Sequence[str]) -> tuple[int, int]:
@@ -46,7 +46,7 @@ def preflight(argv: Sequence[str]) -> tuple[int, int]:
             check_backend(config)
             check_port(config)
         if command == "train":
-            find_start(config)
+            find_start(config, is_restart())
     except UserError as error:
         fail(str(error))
     return size, math.ceil(config.distributed.startup_timeout_seconds)

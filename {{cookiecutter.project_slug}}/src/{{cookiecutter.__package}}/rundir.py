@@ -97,14 +97,18 @@ def publish(temporary: Path, path: Path) -> None:
         os.close(folder)
 
 
-def find_start(config: Config) -> list[Path]:
+def find_start(config: Config, restarted: bool) -> list[Path]:
     """The checkpoints that a run may go on from, first choice first; none for a fresh start.
+
+    Args:
+        config: The run's settings.
+        restarted: This very job has been started before, and goes on from what it saved then, whatever they say.
 
     Raises:
         UserError: if ``checkpoint.resume`` does not allow what is in ``run.dir``.
     """
     resume, saved = config.checkpoint.resume, list_checkpoints(checkpoint_folder(config))
-    if resume == "auto" or (saved and is_restart()):
+    if resume == "auto" or (saved and restarted):
         return saved[::-1]
     newest = f"{config.run.dir} holds {saved[-1].name}" if saved else ""
     if resume == "never":
@@ -120,11 +124,14 @@ def find_start(config: Config) -> list[Path]:
 
 
 def is_restart() -> bool:
-    """Whether a launcher or the cluster has started this very job before: it goes on from what it saved then."""
+    """Whether a launcher or the cluster has started this process before, in this very job.
+
+    One rank may have been started again because another one failed, and know nothing of it: ask all.
+    """
     return any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
-def take_run(config: Config) -> list[Path]:
+def take_run(config: Config, restarted: bool) -> list[Path]:
     """Take the run directory for this job, which holds it until its process ends.
 
     Returns:
@@ -134,11 +141,11 @@ def take_run(config: Config) -> list[Path]:
         UserError: if the directory is in use, or ``checkpoint.resume`` forbids it.
         OSError: if it cannot be written.
     """
-    find_start(config)  # Refuses before anything is written.
+    find_start(config, restarted)  # Refuses before anything is written.
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
-    return find_start(config)  # Whoever had the lock until now may have saved.
+    return find_start(config, restarted)  # Whoever had the lock until now may have saved.
 
 
 def sign_run(config: Config, world_size: int, device: str) -> None:

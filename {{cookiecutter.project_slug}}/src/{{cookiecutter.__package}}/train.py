@@ -20,7 +20,7 @@ from .evaluate import Evaluator
 from .lost import lost_ranks_told
 from .model import build_model
 from .parallel import Parallel
-from .rundir import sign_run, take_run
+from .rundir import is_restart, sign_run, take_run
 from .stop import Stopped, StopRequest, end_stopped
 from .tracking import Tracker
 
@@ -31,7 +31,9 @@ def train(config: Config, world: World) -> None:
     Raises:
         UserError: if the settings do not fit the data, the model or the run directory.
     """
-    candidates = on_main(lambda: take_run(config), world)
+    restarts: list[Any] = [None] * world.size
+    dist.all_gather_object(restarts, is_restart())
+    candidates = on_main(lambda: take_run(config, any(restarts)), world)
     trainer = Trainer(config, world)
     trainer.progress = trainer.checkpointer.restore(candidates)
     on_main(lambda: sign_run(config, world.size, str(world.device)), world)
