@@ -108,6 +108,17 @@ def plain(baked: Bake) -> Path:
     return baked()
 
 
+@pytest.fixture
+def machines() -> Iterator[Any]:
+    """Two machines and the link between them, for one test."""
+    from machines import TROUBLE, two_machines  # Which imports this file.
+
+    if TROUBLE:
+        pytest.skip(TROUBLE)
+    with two_machines() as both:
+        yield both
+
+
 def read_tree(project: Path) -> dict[str, bytes]:
     """Every file of a project: relative path and content."""
     return {str(p.relative_to(project)): p.read_bytes() for p in sorted(project.rglob("*")) if p.is_file()}

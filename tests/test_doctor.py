@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Bake, run
-from machines import Machines, machines, start_on_both  # noqa: F401
+from machines import Machines, start_on_both
 from runs import launch
 
 pytestmark = pytest.mark.slow
@@ -260,7 +260,7 @@ def test_what_nvidia_does_not_document_is_told(plain: Path, tmp_path: Path) -> N
     assert "is NCCL_BUFFSIZE meant?" in done.stdout and "give 1 to 64" in done.stdout
 
 
-def test_two_machines(baked: Bake, machines: Machines, tmp_path: Path) -> None:  # noqa: F811
+def test_two_machines(baked: Bake, machines: Machines, tmp_path: Path) -> None:
     words = ("doctor", *ON_CPU, "--run.dir", tmp_path / "run")
     launchers = start_on_both(machines, baked(), *words, logs=tmp_path)
     assert [launcher.wait(timeout=300) for launcher in launchers] == [0, 0], (tmp_path / "0.log").read_text()
@@ -271,7 +271,7 @@ def test_two_machines(baked: Bake, machines: Machines, tmp_path: Path) -> None: 
     assert rows_of((tmp_path / "1.log").read_text()) == {}
 
 
-def test_two_machines_whose_link_is_cut(baked: Bake, machines: Machines, tmp_path: Path) -> None:  # noqa: F811
+def test_two_machines_whose_link_is_cut(baked: Bake, machines: Machines, tmp_path: Path) -> None:
     machines[1].ip("link", "set", "wire", "down")
     words = ("doctor", *ON_CPU, "--run.dir", tmp_path / "run", "--distributed.startup_timeout_seconds", "10")
     launchers = start_on_both(machines, baked(launcher="spawn"), *words, logs=tmp_path)

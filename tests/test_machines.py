@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import CHOICES, Bake
-from machines import TROUBLE, Machine, Machines, start_on_both, two_machines
+from machines import Machine, Machines, start_on_both
 from runs import SHORT, alone, checkpoints, records
 
 pytestmark = pytest.mark.slow
@@ -19,14 +19,6 @@ pytestmark = pytest.mark.slow
 PATIENCE = 240.0  # Seconds for what takes a few on a machine that has nothing else to do.
 STEPS = 30
 TRAIN = ["train", "--train.max_steps", str(STEPS), "--train.log_every", "1", "--distributed.device", "cpu"]
-
-
-@pytest.fixture
-def machines() -> Iterator[Machines]:
-    if TROUBLE:
-        pytest.skip(TROUBLE)
-    with two_machines() as both:
-        yield both
 
 
 @pytest.fixture(scope="session")
