@@ -47,6 +47,14 @@ def end(launchers: list[subprocess.Popen[bytes]]) -> list[int]:
     return [launcher.wait(timeout=PATIENCE) for launcher in launchers]
 
 
+def assert_nothing_left(machines: Machines) -> None:
+    """No process is left on either machine; Python's resource tracker needs a moment to see that it has no work."""
+    give_up = time.monotonic() + 30
+    while left := [machine.processes() for machine in machines if machine.processes()]:
+        assert time.monotonic() < give_up, left
+        time.sleep(0.1)
+
+
 def step_of(folder: Path) -> int:
     return len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
 
@@ -65,7 +73,7 @@ def test_a_run_goes_on_after_its_link_was_cut(
     wait_until(lambda: step_of(folder) >= 12, launchers)
     machines[0].ip("link", "set", "wire", "down")
     assert all(end(launchers)), "both have failed"
-    assert [machine.processes() for machine in machines] == [[], []]
+    assert_nothing_left(machines)
     for rank in (0, 1):
         assert f"rank{rank}" in (log := (tmp_path / f"cut/{rank}.log").read_text()) or "Process 0 terminated" in log
         assert "imed out" in log
@@ -74,7 +82,7 @@ def test_a_run_goes_on_after_its_link_was_cut(
     assert end(start_on_both(machines, project, *words, logs=tmp_path / "again")) == [0, 0]
     assert "step 10 of" in (tmp_path / "again/0.log").read_text()
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
-    assert [machine.processes() for machine in machines] == [[], []]
+    assert_nothing_left(machines)
 
 
 def ranks(machine: Machine) -> list[int]:
@@ -99,7 +107,7 @@ def test_torchrun_starts_both_machines_again_when_a_rank_was_killed(
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
     told = "".join((tmp_path / f"{rank}.log").read_text() for rank in (0, 1))
     assert "step 0 of" in told and "step 10 of" in told
-    assert [machine.processes() for machine in machines] == [[], []]
+    assert_nothing_left(machines)
 
 
 @pytest.mark.parametrize("parallelism", [p for p in CHOICES["parallelism"] if p not in ("ddp", "data_parallel")])
