@@ -46,14 +46,6 @@ def name_of(answers: dict[str, Any]) -> str:
     return "-".join(f"{k}={v}" for k, v in answers.items() if v != CHOICES[k][0]) or "default"
 
 
-@pytest.hookimpl(tryfirst=True)  # Before pytest-xdist looks for groups.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file run in one process, for they share what it rendered and trained; those of projects do not."""
-    for item in items:
-        if item.path.name != "test_project.py":
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the user's defaults, and the launcher that the tests may run under, out of the renders."""
