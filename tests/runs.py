@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,25 @@ def records(folder: Path, event: str) -> list[dict[str, Any]]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     newest = sorted((folder / "checkpoints").glob("*.pt"))[-1]
     return torch.load(newest, weights_only=True)["model"]
+
+
+def plant(project: Path, name: str, line: str, fault: str) -> None:
+    """Put ``fault`` before a line of a file of the package."""
+    path = next((project / "src").iterdir()) / name
+    source = path.read_text()
+    assert source.count(line) == 1
+    indent = line[: len(line) - len(line.lstrip())]
+    planted = "".join(f"{indent}{part}\n" for part in fault.splitlines())
+    path.write_text(source.replace(line, planted + line))
+
+
+def processes(wanted: Callable[[bytes, bytes], bool]) -> list[int]:
+    """The processes of which ``wanted`` says so, given environment and command line, from the kernel's table."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted((process / "environ").read_bytes(), (process / "cmdline").read_bytes()):
+                found.append(int(process.name))
+        except OSError:  # It ended just now.
+            continue
+    return sorted(found)

@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from runs import processes
+
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # Where the daemons are, which not every user has on the path.
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
@@ -87,14 +89,7 @@ class Slurm:
     def processes(self, number: str) -> list[int]:
         """The processes of a job, from the kernel's table."""
         marks = {f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(), f"SLURM_JOB_ID={number}".encode()}
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if marks <= set((process / "environ").read_bytes().split(b"\0")):
-                    found.append(int(process.name))
-            except OSError:  # It ended just now.
-                continue
-        return found
+        return processes(lambda environment, _: marks <= set(environment.split(b"\0")))
 
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = 900) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Bake
-from runs import SHORT, alone, records
+from runs import SHORT, alone, processes, records
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,16 +57,9 @@ def start(project: Path, *words: str | Path, log: Path, **environment: str) -> s
     )
 
 
-def processes(folder: Path) -> list[int]:
-    """Every process that was started for ``folder``, from the kernel's table."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(folder).encode() in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-        except OSError:  # It ended just now.
-            continue
-    return sorted(found)
+def started_for(folder: Path) -> list[int]:
+    """Every process that has ``folder`` on its command line."""
+    return processes(lambda _, words: str(folder).encode() in words)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -115,7 +108,7 @@ def test_ranks_end_when_mpirun_was_killed(plain: Path, kind: str, tmp_path: Path
     wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() or launcher.poll() is not None)
     launcher.kill()
     assert launcher.wait(PATIENCE) == -signal.SIGKILL
-    wait_until(lambda: not processes(tmp_path / "run"))
+    wait_until(lambda: not started_for(tmp_path / "run"))
 
 
 def test_jobs_run_beside_each_other(baked: Bake, plain: Path, expected: Path, tmp_path: Path) -> None:
@@ -141,7 +134,7 @@ def test_a_signal_to_one_rank_stops_all(baked: Bake, expected: Path, launcher: s
     wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2)
     os.kill(ranks(job)[1], signal.SIGUSR1)
     assert job.wait(PATIENCE) == 0, "the ranks ended in order, and nobody asked the launcher"
-    assert processes(folder) == []
+    assert started_for(folder) == []
     assert "stopped by SIGUSR1 after step" in (tmp_path / "log").read_text()
     assert (folder / f"checkpoints/step-{len(losses(folder)):08d}.pt").exists()
 

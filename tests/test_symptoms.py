@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Bake, run
-from runs import SHORT, alone, launch, records
+from runs import SHORT, alone, launch, plant, processes, records
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,26 +40,9 @@ def quoted(project: Path) -> set[str]:
     return {quote for symptom, _, _ in rows for quote in re.findall("`(.+?)`", symptom)}
 
 
-def plant(project: Path, name: str, line: str, fault: str) -> None:
-    """Put ``fault`` before a line of a file of the package."""
-    path = next((project / "src").iterdir()) / name
-    source = path.read_text()
-    assert source.count(line) == 1
-    indent = line[: len(line) - len(line.lstrip())]
-    planted = "".join(f"{indent}{part}\n" for part in fault.splitlines())
-    path.write_text(source.replace(line, planted + line))
-
-
 def left_over(mark: str) -> list[int]:
     """The processes that have ``mark`` in their environment, as all have that a marked one starts."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:  # It ended just now.
-            continue
-    return found
+    return processes(lambda environment, _: mark.encode() in environment)
 
 
 def fails(project: Path, *words: str | Path, nproc: int = 2, **environment: str) -> str:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from conftest import CHOICES, Bake
-from runs import SHORT, alone, checkpoints, launch, records, task_of, weights
+from runs import SHORT, alone, checkpoints, launch, plant, processes, records, task_of, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -231,16 +231,8 @@ def start(project: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The process ids of the ranks that were started for ``folder``, from the kernel's table of processes."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment, words = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
-        except OSError:  # It ended just now.
-            continue
-        if b"\0LOCAL_RANK=" in environment and str(folder).encode() in words:
-            found.append(int(process.name))
-    return sorted(found)
+    """The process ids of the ranks that were started for ``folder``."""
+    return processes(lambda environment, words: b"\0LOCAL_RANK=" in environment and str(folder).encode() in words)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
@@ -258,11 +250,8 @@ def test_a_rank_that_dies_ends_the_job(plain: Path, tmp_path: Path) -> None:
 def test_a_rank_that_falls_behind_ends_the_job(bake: Bake, tmp_path: Path) -> None:
     """Within the timeout, also where the others wait for it in groups that are not of all ranks: those of a mesh."""
     broken = bake(parallelism="tensor")
-    loop = broken / "src" / "my_experiment" / "train.py"
-    line = "        device, clip = "
-    fault = "        if self.world.rank == 1 and self.progress.step == 2:\n            time.sleep(100_000)\n"
-    assert loop.read_text().count(line) == 1
-    loop.write_text(loop.read_text().replace(line, fault + line))
+    fault = "if self.world.rank == 1 and self.progress.step == 2:\n    time.sleep(100_000)"
+    plant(broken, "train.py", "        device, clip = ", fault)
     words = ["train", *SHORT, "--parallel.replicas", "2", "--distributed.timeout_seconds", "5", "--run.dir", tmp_path]
     done = launch(broken, *words, nproc=4, expect=1, STOP_SECONDS="1")
     assert "timed out" in done.stderr.lower()
@@ -284,11 +273,8 @@ def test_a_run_directory_has_one_run(plain: Path, tmp_path: Path) -> None:
 
 def test_a_spawned_rank_that_fails_tells_why(bake: Bake, tmp_path: Path) -> None:
     broken = bake(launcher="spawn")
-    loop = broken / "src" / "my_experiment" / "train.py"
-    line = "        device, clip = "
-    fault = "        if self.world.rank == 1:\n            raise ZeroDivisionError('planted')\n"
-    assert loop.read_text().count(line) == 1
-    loop.write_text(loop.read_text().replace(line, fault + line))
+    fault = "if self.world.rank == 1:\n    raise ZeroDivisionError('planted')"
+    plant(broken, "train.py", "        device, clip = ", fault)
     done = launch(broken, "train", *SHORT, "--run.dir", tmp_path, expect=1)
     assert "ZeroDivisionError: planted" in done.stderr and "Process 1 terminated" in done.stderr
 
