@@ -69,8 +69,12 @@ class Parallel:
         ).to(self.device)
         self.stages = {index: Stage(blocks, autocast) for index, blocks in mine.items()}
         self.schedule: Any = None  # Built in the first step, when the shape of a micro-batch is known.
-        self.starting, self.timeout = True, allow(config.distributed.timeout_seconds)
-        self.pipelines = mesh.mesh.T.tolist()
+        self.later = self.pipeline
+        if dist.get_backend(self.pipeline) == "gloo":
+            # It waits as long as it was told at first: for after start-up there is a group that waits less, made now,
+            # while all ranks are known to be there.
+            timeout = allow(config.distributed.timeout_seconds)
+            self.later, _ = dist.new_subgroups_by_enumeration(mesh.mesh.T.tolist(), timeout)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         """Forward and backward of one global batch, of which this rank's pipeline has a share.
@@ -87,7 +91,7 @@ class Parallel:
         """
         if self.schedule is None:
             self.schedule = self.build_schedule(inputs.chunk(self.microbatches)[0])
-        elif self.starting:
+        elif self.pipeline is not self.later:
             self.end_startup()
         self.total = torch.zeros((), device=self.device)
         self.factor = scaler.scale(torch.ones_like(self.total))
@@ -146,12 +150,10 @@ class Parallel:
         return kind(held, self.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
 
     def end_startup(self) -> None:
-        """Wait less long for other stages from now on: under gloo, that takes a group that was made for it."""
-        self.starting = False
-        if dist.get_backend(self.pipeline) == "gloo":
-            self.pipeline, _ = dist.new_subgroups_by_enumeration(self.pipelines, self.timeout)
-            for stage in self.scheduled:
-                stage.group = self.pipeline
+        """Wait less long for other stages from now on."""
+        self.pipeline = self.later
+        for stage in self.scheduled:
+            stage.group = self.pipeline
 
     def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The part of one micro-batch in the mean loss over the global batch, times the scaler's factor."""
