@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cookiecutter.main import cookiecutter
+from xdist.scheduler import LoadScopeScheduling
 
 TEMPLATE = Path(__file__).parents[1]
 CONTEXT: dict[str, Any] = json.loads((TEMPLATE / "cookiecutter.json").read_text())
@@ -44,6 +45,18 @@ def combinations() -> Iterator[dict[str, Any]]:
 def name_of(answers: dict[str, Any]) -> str:
     """What a test with these answers is called: those that are not the default."""
     return "-".join(f"{k}={v}" for k, v in answers.items() if v != CHOICES[k][0]) or "default"
+
+
+class ByFile(LoadScopeScheduling):
+    """Beside each other run files, whose tests share runs, and the projects of test_project.py, which share nothing."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return nodeid if file.endswith("test_project.py") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

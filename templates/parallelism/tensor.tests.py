@@ -1,9 +1,10 @@
 # Number of ranks and settings: the splits that have to give the result of one process.
-SPLITS = [(2, []), (4, ["--train.microbatches", "2", "--parallel.replicas", "2"])]
 #:: if cookiecutter.task == "language" ::#
-SPLITS += [(2, ["--parallel.sequence_parallel", "true"])]
+SPLITS = [(2, []), (4, "--train.microbatches 2 --parallel.replicas 2 --parallel.sequence_parallel true".split())]
+#:: else ::#
+SPLITS = [(2, []), (4, ["--train.microbatches", "2", "--parallel.replicas", "2"])]
 #:: endif ::#
-# And those whose evaluation has to.
-EVALUATIONS = [(2, []), (3, ["--parallel.replicas", "3"])]
+# One more for `evaluate`, which reads a checkpoint of another.
+EVALUATION: tuple[int, list[str]] = (3, ["--parallel.replicas", "3"])
 # The number of ranks where it does not matter.
 RANKS = 2

@@ -17,17 +17,23 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "{{ cookiecutter.__package }}"
 # What the tests train, so that they are done soon; words of the command line.
 #:: if cookiecutter.task == "digits" ::#
-SMALL: tuple[str, ...] = ()
+SMALL = ("--data.global_batch_size", "128")
 #:: else ::#
 SMALL = (
-    *("--dataset.max_bytes", "43000", "--dataset.test_bytes", "20000", "--train.epochs", "2"),
+    *("--dataset.max_bytes", "43000", "--dataset.test_bytes", "20000", "--data.global_batch_size", "64"),
     *("--model.width", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32"),
+    *("--train.epochs", "2"),
 )
 #:: endif ::#
-# How long the runs are that several tests look at.
+# How long the runs are that several tests look at: they end in their second epoch.
 STEPS = 20
 LENGTH = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 4".split()
 #:: include "parallelism/" ~ cookiecutter.parallelism ~ ".tests.py" ::#
+
+
+def name_of_split(value: int | list[str]) -> str:
+    """What a test is called for a number of ranks and for settings."""
+    return f"{value} rank(s)" if isinstance(value, int) else " ".join(value)
 
 
 def environment(nproc: int) -> dict[str, str]:

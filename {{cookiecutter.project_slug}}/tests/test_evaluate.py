@@ -11,19 +11,28 @@ from typing import Any
 import pytest
 import torch
 
-from support import EVALUATIONS, RANKS, launch, load_model, newest_checkpoint, settings
+from support import (
+    EVALUATION,
+    RANKS,
+    SPLITS,
+    launch,
+    load_model,
+    name_of_split,
+    newest_checkpoint,
+    read_records,
+    settings,
+)
 
 dataset = import_module("{{ cookiecutter.__package }}.dataset")
 model = import_module("{{ cookiecutter.__package }}.model")
 
 
-@pytest.fixture(scope="module")
-def expected(trained: Callable[..., Path]) -> dict[str, Any]:
-    """The figures that plain PyTorch computes from a checkpoint, with no launcher and no process group."""
+def plain_figures(run: Path) -> dict[str, Any]:
+    """What plain PyTorch computes from a run's last checkpoint, with no launcher and no process group."""
     config = settings()
     _, test_set = dataset.build_datasets(config)
     network = model.build_model(config.model)
-    network.load_state_dict(load_model(trained(RANKS)))
+    network.load_state_dict(load_model(run))
     samples = [test_set[0, index] for index in range(len(test_set))]
     inputs, targets = (torch.stack(column) for column in zip(*samples, strict=True))
     with torch.no_grad():
@@ -32,12 +41,19 @@ def expected(trained: Callable[..., Path]) -> dict[str, Any]:
     return {"num_samples": len(test_set), **figures}
 
 
-@pytest.mark.parametrize(("nproc", "words"), EVALUATIONS)
-def test_every_sample_counts_once(
-    trained: Callable[..., Path], expected: dict[str, Any], nproc: int, words: list[str]
-) -> None:
-    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(trained(RANKS))), *words, nproc=nproc)
-    record = json.loads(done.stdout.splitlines()[-1])
+def assert_figures(record: dict[str, Any], expected: dict[str, Any]) -> None:
     assert record.keys() >= expected.keys()
     for name, value in expected.items():
         assert record[name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=name_of_split)
+def test_a_run_counts_every_sample_once(trained: Callable[..., Path], nproc: int, words: list[str]) -> None:
+    run = trained(nproc, *words)
+    assert_figures(read_records(run, "eval")[-1], plain_figures(run))
+
+
+def test_evaluate_tells_the_same_on_another_number_of_ranks(trained: Callable[..., Path]) -> None:
+    run, (nproc, words) = trained(RANKS), EVALUATION
+    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(run)), *words, nproc=nproc)
+    assert_figures(json.loads(done.stdout.splitlines()[-1]), plain_figures(run))

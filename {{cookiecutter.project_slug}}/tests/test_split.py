@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import SPLITS, STEPS, load_model, read_records, settings
+from support import SPLITS, STEPS, load_model, name_of_split, read_records, settings
 
 data = import_module("{{ cookiecutter.__package }}.data")
 dataset = import_module("{{ cookiecutter.__package }}.dataset")
@@ -20,11 +20,6 @@ model = import_module("{{ cookiecutter.__package }}.model")
 train = import_module("{{ cookiecutter.__package }}.train")
 
 TOLERANCE = 1e-5
-
-
-def name_of_split(value: int | list[str]) -> str:
-    """What a test is called for a number of ranks and for settings."""
-    return f"{value} rank(s)" if isinstance(value, int) else " ".join(value)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +33,7 @@ def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     sampler = data.TrainSampler(train_set, 0, 1, batch, config.run.seed)
     optimizer = train.build_optimizer(SimpleNamespace(module=network), config.optim)
     steps_an_epoch = len(train_set) // batch
+    assert steps_an_epoch < STEPS, "no step of a second epoch, which has an order of its own"
     scheduler = train.build_scheduler(optimizer, config.optim, config.train.epochs * steps_an_epoch)
     losses = []
     for step in range(STEPS):
