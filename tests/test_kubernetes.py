@@ -250,7 +250,7 @@ class Pods:
 def test_a_pod_that_is_taken_away_is_replaced_and_no_step_is_lost(bake: Bake) -> None:
     """The Job's pods under torchrun: the one that stays starts its ranks again when the new one is there."""
     project = bake(cluster="kubernetes")
-    words = "--train.max_steps 100 --train.log_every 1 --distributed.device cpu".split()
+    words = "--train.max_steps 60 --train.log_every 1 --distributed.device cpu".split()
     with Pods(project, read(project)["Job"], *words) as pods:
         staying, taken = pods.start(0), pods.start(1)
         pods.wait_for_training()
@@ -259,10 +259,10 @@ def test_a_pod_that_is_taken_away_is_replaced_and_no_step_is_lost(bake: Bake) ->
         done = max(pods.steps())
         new = pods.start(1)
         assert [staying.wait(PATIENCE), new.wait(PATIENCE)] == [0, 0], pods.logs()
-        assert pods.steps() == list(range(1, 101))
-        for line in (f"stopped by SIGTERM after step {done};", f"step {done} of 100 on 2 rank(s)"):
+        assert pods.steps() == list(range(1, 61))
+        for line in (f"stopped by SIGTERM after step {done};", f"step {done} of 60 on 2 rank(s)"):
             assert line in pods.logs()
-        assert done < 100
+        assert done < 60
 
 
 @pytest.mark.slow

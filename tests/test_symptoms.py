@@ -65,7 +65,7 @@ def train_with_fault(project: Path, fault: str, nproc: int) -> str:
     """Train with a fault in the fourth step of rank 1; gives the one line in which another rank tells of it."""
     rank_1 = f"if progress.step == 3 and self.world.rank == 1:\n    {fault}"
     plant(project, "train.py", "        loss, norm = self.step(inputs, targets)\n", rank_1)
-    told = fails(project, "train", *SHORT, *SOON, "--run.dir", project / "run", nproc=nproc, STOP_SECONDS="15")
+    told = fails(project, "train", *SHORT, *SOON, "--run.dir", project / "run", nproc=nproc, STOP_SECONDS="8")
     assert len(records(project / "run", "train")) == 3
     lines = [line for line in told.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and lines[0].startswith("error: after step 3, "), told

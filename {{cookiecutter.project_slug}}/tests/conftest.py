@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support import LENGTH, launch
+from support import LENGTH, end_at, launch
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +26,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return runs[key]
 
     return train
+
+
+@pytest.fixture(scope="session")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """The same run, whose last rank was killed after step 6: its directory, its exit code, and what it told."""
+    run = tmp_path_factory.mktemp("killed")
+    return run, *end_at(6, run, kill_last_rank)
+
+
+def kill_last_rank(launcher: subprocess.Popen[str]) -> None:
+    """End the last process that the launcher has started, but for the helper of Python's multiprocessing."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    if not children.exists():  # Not Linux: all ranks end with their launcher.
+        return launcher.kill()
+    pids = [pid for pid in children.read_text().split() if not is_helper(pid)]
+    os.kill(int(pids[-1]), signal.SIGKILL)
+
+
+def is_helper(pid: str) -> bool:
+    """Whether a process of Linux's table is no rank."""
+    return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()

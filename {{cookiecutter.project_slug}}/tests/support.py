@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,36 @@ def launch(
     done = subprocess.run(line, env=environment(nproc), capture_output=True, text=True, timeout=300)
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def end_at(step: int, run: Path, end: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
+    """Start the run, and have ``end`` end it when it has logged ``step``.
+
+    Returns:
+        The launcher's exit code, and all that was told until the last process was gone that holds its output.
+    """
+    line = command("train", *LENGTH, "--run.dir", str(run))
+    with subprocess.Popen(
+        line, env=environment(RANKS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
+        try:
+            give_up = time.monotonic() + 120
+            while not has_reached(step, run):
+                assert launcher.poll() is None, "the run ended too soon"
+                assert time.monotonic() < give_up, f"step {step} was not reached"
+                time.sleep(0.01)
+            end(launcher)
+            told, _ = launcher.communicate(timeout=120)
+        finally:
+            launcher.kill()
+    assert not has_reached(STEPS, run), "the ranks went on without their launcher"
+    return launcher.returncode, told
+
+
+def has_reached(step: int, run: Path) -> bool:
+    """Whether the run has logged ``step``."""
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and f'"step": {step},' in metrics.read_text()
 
 
 def settings(*words: str) -> Any:
