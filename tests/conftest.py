@@ -55,6 +55,11 @@ class ByFile(LoadScopeScheduling):
         return nodeid if file.endswith("test_project.py") else file
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than processors: a test often waits for a process that was killed, a link that was cut, a time."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from runs import SHORT, alone, checkpoints, launch, records, weights
+from runs import SHORT, alone, checkpoints, launch, plant, records, weights
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+Layout = tuple[str, str, int, str]
 # Ways to lay out the work: task, strategy, ranks, settings. The tests of the rendered projects look at every strategy
 # and task in its plainest layouts; these are others.
-LAYOUTS = [
+LAYOUTS: list[Layout] = [
     ("digits", "ddp", 4, "--parallel.static_graph true"),
-    ("digits", "ddp", 2, "--parallel.find_unused_parameters true --parallel.bucket_cap_mb 0.1 --train.microbatches 2"),
+    ("digits", "ddp", 2, "--parallel.find_unused_parameters true --parallel.bucket_cap_mb 0.1 --data.num_workers 1"),
     ("digits", "fsdp", 4, "--parallel.reshard_after_forward false --train.microbatches 2"),
     ("digits", "fsdp", 2, "--parallel.cpu_offload true --train.activation_checkpointing true"),
     ("digits", "model_parallel", 4, "--parallel.devices 3 --train.activation_checkpointing true"),
@@ -30,7 +32,10 @@ LAYOUTS = [
     ("digits", "pipeline", 2, "--parallel.split [3,5] --train.activation_checkpointing true"),
     ("digits", "tensor", 4, "--train.activation_checkpointing true"),
     ("language", "tensor", 4, "--parallel.replicas 2 --parallel.sequence_parallel true"),
+    ("digits", "data_parallel", 1, "--train.microbatches 2"),
 ]
+# For each strategy, the layout from whose checkpoint every other one goes on.
+FIRST = {layout[1]: layout for layout in reversed(LAYOUTS) if layout[0] == "digits" and layout[2] != 2}
 
 
 def ranks(parallelism: str, wanted: int) -> int:
@@ -58,40 +63,45 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder, "train")]
 
 
-@pytest.mark.parametrize(("task", "parallelism", "nproc", "settings"), LAYOUTS)
+@pytest.fixture(scope="session")
+def trained(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
+    """Make a short run of a layout, with a checkpoint in its middle, once; gives the run directory."""
+    runs: dict[Layout, Path] = {}
+
+    def train(layout: Layout) -> Path:
+        if layout not in runs:
+            task, parallelism, nproc, settings = layout
+            runs[layout] = tmp_path_factory.mktemp(parallelism)
+            words = (*settings.split(), "--checkpoint.every_steps", "3", "--run.dir", runs[layout])
+            launch(baked(parallelism=parallelism, task=task), "train", *SHORT, *words, nproc=nproc)
+        return runs[layout]
+
+    return train
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(map(str, layout)))
 def test_a_layout_gives_the_result_of_one_process(
-    baked: Bake,
-    references: dict[str, Path],
-    tmp_path: Path,
-    task: str,
-    parallelism: str,
-    nproc: int,
-    settings: str,
+    trained: Callable[[Layout], Path], references: dict[str, Path], layout: Layout
 ) -> None:
-    project = baked(parallelism=parallelism, task=task)
-    launch(project, "train", *SHORT, *settings.split(), "--run.dir", tmp_path, nproc=nproc)
-    assert losses(tmp_path) == pytest.approx(losses(references[task]), rel=TOLERANCE)
-    ours, expected = weights(tmp_path), weights(references[task])
+    folder, reference = trained(layout), references[layout[0]]
+    assert losses(folder) == pytest.approx(losses(reference), rel=TOLERANCE)
+    ours, expected = weights(folder), weights(reference)
     assert ours.keys() == expected.keys()
     assert all((ours[name] - expected[name]).norm() <= TOLERANCE * expected[name].norm() for name in ours)
-
-
-@pytest.fixture(scope="session")
-def halves(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each strategy, the checkpoint in the middle of a short run on four ranks."""
-    folders = {parallelism: tmp_path_factory.mktemp(parallelism) for parallelism in CHOICES["parallelism"]}
-    for parallelism, folder in folders.items():
-        words = ("--train.max_steps", "3", "--run.dir", folder)
-        launch(baked(parallelism=parallelism), "train", *SHORT, *words, nproc=ranks(parallelism, 4))
-    return {name: folder / "checkpoints" / "step-00000003.pt" for name, folder in folders.items()}
 
 
 @pytest.mark.parametrize("first", CHOICES["parallelism"])
 @pytest.mark.parametrize("then", CHOICES["parallelism"])
 def test_a_run_goes_on_under_another_strategy_and_number_of_ranks(
-    baked: Bake, halves: dict[str, Path], alone_losses: list[float], tmp_path: Path, first: str, then: str
+    baked: Bake,
+    trained: Callable[[Layout], Path],
+    alone_losses: list[float],
+    tmp_path: Path,
+    first: str,
+    then: str,
 ) -> None:
-    words = ("--run.dir", tmp_path, "--checkpoint.resume", halves[first])
+    half = trained(FIRST[first]) / "checkpoints" / "step-00000003.pt"
+    words = ("--run.dir", tmp_path, "--checkpoint.resume", half)
     launch(baked(parallelism=then), "train", *SHORT, *words, nproc=ranks(then, 2))
     assert losses(tmp_path) == pytest.approx(alone_losses[3:], rel=TOLERANCE)
 
@@ -145,7 +155,7 @@ def test_a_full_disk_is_told_in_one_line(plain: Path, tmp_path: Path, kind: str)
     "settings",
     [
         "--train.precision bf16 --train.compile true --train.max_steps 2 --model.depth 1",
-        "--model.norm batch --train.microbatches 4 --train.clip_grad_norm null --data.num_workers 1",
+        "--model.norm batch --train.microbatches 4 --train.clip_grad_norm null",
     ],
 )
 def test_settings_train(baked: Bake, tmp_path: Path, parallelism: str, settings: str) -> None:
@@ -157,7 +167,6 @@ def test_settings_train(baked: Bake, tmp_path: Path, parallelism: str, settings:
     assert len(told) in (2, 6) and all(1.5 < loss < 3.5 for loss in told)
 
 
-OVERFLOW = "torch.inf  # planted"
 PLACES = {
     "fsdp": ("train.py", "        norm = None\n", "gradient = next(self.parallel.module.parameters()).grad.to_local()"),
     "tensor": ("parallel.py", "        if scaler.is_enabled():\n", "gradient = self.gradients()[-2].to_local()"),
@@ -169,13 +178,10 @@ PLACES = {
 def test_an_overflow_on_one_rank_skips_the_step_on_all(bake: Bake, tmp_path: Path, parallelism: str) -> None:
     broken = bake(parallelism=parallelism)
     name, line, gradient = PLACES[parallelism]
-    path = broken / "src" / "my_experiment" / name
-    indent = " " * 8
-    fault = f"{indent}{gradient}\n{indent}if dist.get_rank() == 1 and not hasattr(self, 'planted'):\n"
-    fault += f"{indent}    self.planted = True\n{indent}    gradient.view(-1)[0] = {OVERFLOW}\n"
-    assert path.read_text().count(line) == 1
-    path.write_text(path.read_text().replace(line, fault + line))
-    launch(broken, "train", *SHORT, "--train.max_steps", "3", "--train.precision", "fp16", "--run.dir", tmp_path)
+    fault = f"{gradient}\nif dist.get_rank() == 1 and not hasattr(self, 'planted'):\n"
+    plant(broken, name, line, fault + "    self.planted = True\n    gradient.view(-1)[0] = torch.inf")
+    words = "--train.max_steps 3 --train.precision fp16 --model.depth 1".split()
+    launch(broken, "train", *SHORT, *words, "--run.dir", tmp_path)
     state = torch.load(tmp_path / "checkpoints" / "step-00000003.pt", weights_only=True)
     assert {float(entry["step"]) for entry in state["optimizer"].values()} == {2.0}
     assert state["scaler"]["scale"] == 2.0**15

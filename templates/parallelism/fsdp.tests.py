@@ -1,6 +1,4 @@
-# Number of ranks and settings: the splits that have to give the result of one process.
-SPLITS = [(2, []), (4, ["--train.microbatches", "2", "--parallel.replicas", "2"])]
-# One more for `evaluate`, which reads a checkpoint of another.
-EVALUATION: tuple[int, list[str]] = (3, [])
+# Number of ranks and settings: the splits that have to give the result of one process. The last saves in shards.
+SPLITS = [(2, []), (4, [*SHARDED, "--train.microbatches", "2", "--parallel.replicas", "2"])]
 # The number of ranks where it does not matter.
 RANKS = 2

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ PACKAGE = "{{ cookiecutter.__package }}"
 SMALL = ("--data.global_batch_size", "128")
 #:: else ::#
 SMALL = (
-    *("--dataset.max_bytes", "43000", "--dataset.test_bytes", "20000", "--data.global_batch_size", "64"),
+    *("--dataset.max_bytes", "43000", "--data.global_batch_size", "64"),
+    # The ranks of an evaluation have different numbers of batches.
+    *("--dataset.test_bytes", "20520", "--data.eval_batch_size", "80"),
     *("--model.width", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32"),
     *("--train.epochs", "2"),
 )
@@ -29,6 +32,8 @@ SMALL = (
 # How long the runs are that several tests look at: they end in their second epoch.
 STEPS = 20
 LENGTH = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 4".split()
+# A setting of runs whose checkpoints no rank holds whole.
+SHARDED = ("--checkpoint.format", "sharded")
 #:: include "parallelism/" ~ cookiecutter.parallelism ~ ".tests.py" ::#
 
 
@@ -103,10 +108,20 @@ def read_records(run: Path, event: str) -> list[dict[str, Any]]:
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """The last checkpoint of a run."""
-    return sorted((run / "checkpoints").glob("step-*.pt"))[-1]
+    """The last checkpoint of a run, full or sharded."""
+    return sorted((run / "checkpoints").glob("step-*"))[-1]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint; a sharded one is made a full one first."""
+    with TemporaryDirectory() as folder:
+        if path.is_dir():
+            full = Path(folder) / "full.pt"
+            import_module(f"{PACKAGE}.convert").convert(path, full)
+            path = full
+        return torch.load(path, weights_only=True)
 
 
 def load_model(run: Path) -> dict[str, torch.Tensor]:
     """The weights that a run ended with."""
-    return torch.load(newest_checkpoint(run), weights_only=True)["model"]
+    return read_checkpoint(newest_checkpoint(run))["model"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from support import LENGTH, RANKS, STEPS, end_at, launch, load_model, read_recor
 
 
 def test_a_run_that_was_killed_and_stopped_ends_with_the_same_weights(
-    trained: Callable[..., Path], killed: tuple[Path, int, str]
+    trained: Callable[..., Path], killed: tuple[Path, int, str], tmp_path: Path
 ) -> None:
-    whole, (run, *_) = trained(RANKS), killed
+    whole, run = trained(RANKS), Path(shutil.copytree(killed[0], tmp_path / "run"))
     exit_code, told = end_at(11, run, lambda launcher: launcher.terminate())
     stopped = re.search(r"stopped by SIGTERM after step (\d+)", told)
     assert exit_code != 0 and stopped, "it was not asked to stop in order"
