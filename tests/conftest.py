@@ -74,6 +74,7 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("COOKIECUTTER_CONFIG", str(config))
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "PYTHON", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"):
             patch.delenv(name, raising=False)
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # Or every process would compile the project anew.
         # Tests run beside each other: threads that wait for those of another test would take turns with them.
         patch.setenv("OMP_NUM_THREADS", "1")
         yield

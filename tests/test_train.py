@@ -91,20 +91,18 @@ def test_tensorboard_reads_what_a_run_wrote(project: Path, finished: Path) -> No
         assert "tensorboard" not in (project / "pyproject.toml").read_text().split("[tool.ddp-template]")[0]
 
 
-def test_the_settings_that_a_run_wrote_repeat_it(project: Path, finished: Path, tmp_path: Path) -> None:
-    launch(project, "train", "--config", finished / "config.yaml", "--run.dir", tmp_path)
-    assert_same_weights(tmp_path, finished)
-    settings = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (finished, tmp_path)]
-    assert settings[0].pop("run").pop("seed") == settings[1].pop("run").pop("seed")
-    assert settings[0] == settings[1]
-
-
-def test_a_run_that_stopped_goes_on(project: Path, finished: Path, tmp_path: Path) -> None:
-    launch(project, "train", *LONGER, "--train.max_steps", "13", "--run.dir", tmp_path)
-    again = launch(project, "train", *LONGER, "--run.dir", tmp_path)
+def test_a_run_with_the_settings_of_another_stops_and_goes_on_as_that_one(
+    project: Path, finished: Path, tmp_path: Path
+) -> None:
+    words = ("train", "--config", finished / "config.yaml", "--run.dir", tmp_path)
+    launch(project, *words, "--train.max_steps", "13")
+    again = launch(project, *words)
     assert "step 13 of 25" in again.stdout
     assert_same_weights(tmp_path, finished)
     assert [r["loss"] for r in records(tmp_path, "train")][-2:] == [r["loss"] for r in records(finished, "train")][-2:]
+    settings = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (finished, tmp_path)]
+    assert settings[0].pop("run").pop("seed") == settings[1].pop("run").pop("seed")
+    assert settings[0] == settings[1]
     assert len(json.loads((tmp_path / "provenance.json").read_text())["earlier"]) == 1
 
 
@@ -126,8 +124,8 @@ def test_evaluate_tells_the_figures(project: Path, finished: Path, tmp_path: Pat
     assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_resume_refuses_what_would_mix_two_runs(plain: Path, tmp_path: Path) -> None:
-    alone(plain, "train", *SHORT, "--run.dir", tmp_path / "a")
+def test_resume_refuses_what_would_mix_two_runs(plain: Path, sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "a")
     never = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", "never", expect=2)
     assert "checkpoint.resume is never" in never.stderr and never.stderr.count("\n") == 1
     alone(plain, "train", *SHORT, "--run.dir", tmp_path / "b", "--run.seed", "1")

@@ -24,13 +24,11 @@ def cut_metrics(path: Path, step: int) -> None:
 
 def draw_curves(metrics: Path, image: Path) -> None:
     """Draw loss, and the figure that chooses the best checkpoint, over steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # No screen is needed.
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # Only here: it takes a moment. No screen is needed.
 
     records = read_metrics(metrics)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for axes, event, key, label in (
         (left, "train", "loss", "training loss"),
         (left, "eval", "loss", "test loss"),
@@ -42,4 +40,3 @@ def draw_curves(metrics: Path, image: Path) -> None:
             axes.legend()
         axes.set_xlabel("step")
     figure.savefig(image, dpi=150)
-    pyplot.close(figure)
