@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # The same request may come twice: Slurm signals all processes of a job, or a shell a whole group, and a launcher among
@@ -35,12 +36,15 @@ class StopRequest:
         # A group of its own, on the CPU: its messages come between no others, and wait for no device.
         self.group: Any = dist.new_group(backend="gloo")
         self.received, self.since = 0, 0.0
+        self.sent = self.send()
 
     def __enter__(self) -> StopRequest:
         self.former = {number: signal.signal(number, self.note) for number in SIGNALS}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
+        if not failed:
+            self.sent[1].wait()  # The last message, which nobody heeds.
         if not self.received:  # Else the process is about to end, and the same request may yet come again.
             for number, handler in self.former.items():
                 signal.signal(number, handler)
@@ -54,15 +58,26 @@ class StopRequest:
             signal.signal(number, self.former[signal.Signals(number)])
             os.kill(os.getpid(), number)
 
-    @contextmanager
-    def heeded(self) -> Iterator[None]:
-        """Put around a step: the ranks tell each other while it computes, so that none waits; a collective.
+    def send(self) -> tuple[Tensor, Any]:
+        """Tell the other ranks, without waiting for them; a collective.
 
-        Raises:
-            Stopped: after the step, on every rank, if one of them had been asked to stop before it.
+        Returns:
+            The highest signal that any rank has received (0: none), and the work to wait for before it is read.
         """
         highest = torch.tensor(self.received)
-        work: Any = dist.all_reduce(highest, dist.ReduceOp.MAX, self.group, async_op=True)
+        return highest, dist.all_reduce(highest, dist.ReduceOp.MAX, self.group, async_op=True)
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Put around a step: the ranks tell each other while it computes; a collective.
+
+        A message is read a step after it was sent, when it has long come: on processors that are all busy, waiting for
+        it took 7 to 18 % of a step of 18 ms.
+
+        Raises:
+            Stopped: after the step, on every rank, if one of them had been asked to stop before the step before it.
+        """
+        (highest, work), self.sent = self.sent, self.send()
         yield
         work.wait()
         if highest:
