@@ -20,7 +20,7 @@ demo: .venv/installed
 	@BIN=$(BIN) tests/demo.sh
 
 test: .venv/installed
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --no-loadscope-reorder
 
 test-fast: .venv/installed
 	$(BIN)/pytest -m "not slow"

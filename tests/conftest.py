@@ -47,6 +47,14 @@ def name_of(answers: dict[str, Any]) -> str:
     return "-".join(f"{k}={v}" for k, v in answers.items() if v != CHOICES[k][0]) or "default"
 
 
+# What takes longest is begun first, or one worker would have it alone in the end.
+LONGEST = ("test_strategies.py", "test_project.py", "test_train.py", "test_symptoms.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 class ByFile(LoadScopeScheduling):
     """Beside each other run files, whose tests share runs, and the projects of test_project.py, which share nothing."""
 

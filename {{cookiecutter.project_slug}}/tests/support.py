@@ -66,13 +66,13 @@ def launch(
     return done
 
 
-def end_at(step: int, run: Path, end: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
-    """Start the run, and have ``end`` end it when it has logged ``step``.
+def end_at(step: int, run: Path, end: Callable[[subprocess.Popen[str]], None], *words: str) -> tuple[int, str]:
+    """Start the run, with more settings in ``words``, and have ``end`` end it when it has logged ``step``.
 
     Returns:
         The launcher's exit code, and all that was told until the last process was gone that holds its output.
     """
-    line = command("train", *LENGTH, "--run.dir", str(run))
+    line = command("train", *LENGTH, *words, "--run.dir", str(run))
     with subprocess.Popen(
         line, env=environment(RANKS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as launcher:
@@ -125,3 +125,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def load_model(run: Path) -> dict[str, torch.Tensor]:
     """The weights that a run ended with."""
     return read_checkpoint(newest_checkpoint(run))["model"]
+
+
+def alter(file: Path) -> None:
+    """Flip one bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

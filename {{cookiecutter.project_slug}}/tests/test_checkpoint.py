@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import LENGTH, RANKS, SHARDED, SPLITS, launch, newest_checkpoint, read_checkpoint
+from support import RANKS, SPLITS, alter, newest_checkpoint, read_checkpoint
 
 checkpoint = import_module("{{ cookiecutter.__package }}.checkpoint")
 config = import_module("{{ cookiecutter.__package }}.config")
@@ -42,13 +42,6 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert (value - theirs[name]).norm() <= TOLERANCE * theirs[name].norm(), name
 
 
-def alter(file: Path) -> None:
-    """Flip one bit in the middle."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 class Attack:
     """Would make a folder, if loading ran it."""
 
@@ -66,19 +59,6 @@ def test_a_sharded_checkpoint_holds_what_a_full_one_holds(trained: Callable[...,
     convert(full, run / "converted.dcp")
     converted = tensors(run / "converted.dcp")
     assert all(torch.equal(converted[name], expected[name]) for name in expected)
-
-
-def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(trained: Callable[..., Path], run: Path) -> None:
-    newest = newest_checkpoint(run)
-    alter(newest / f"__{NPROC - 1}_0.distcp")
-    torn = newest.with_suffix(".tmp")  # What a save that was killed leaves.
-    torn.mkdir()
-    (torn / "__9_0.distcp").touch()
-    done = launch("train", *LENGTH, *SHARDED, "--run.dir", str(run), nproc=RANKS)
-    assert f"{newest.name} is not" in done.stderr and "going on from the one before" in done.stderr
-    assert "step 16 of 20" in done.stdout
-    assert sorted(path.name for path in newest.parent.iterdir()) == ["step-00000016.dcp", newest.name]
-    assert_close(tensors(newest), tensors(newest_checkpoint(trained(RANKS))))
 
 
 @pytest.mark.parametrize("name", [f"__{NPROC - 1}_0.distcp", ".metadata", "header.pt"])
