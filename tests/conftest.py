@@ -108,9 +108,9 @@ def bake(tmp_path: Path) -> Bake:
     return render
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
-    """The project of one combination, rendered once for all tests, which only read it."""
+    """The project of one combination, rendered once for the tests of a file: runs leave data and byte code in it."""
     projects: dict[str, Path] = {}
 
     def render(**answers: Any) -> Path:
@@ -124,7 +124,7 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
     return render
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plain(baked: Bake) -> Path:
     """The default project, where the choices make no difference."""
     return baked()

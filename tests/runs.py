@@ -51,6 +51,11 @@ def records(folder: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in lines if record["event"] == event]
 
 
+def losses(folder: Path) -> list[float]:
+    """The losses of a run, step by step."""
+    return [record["loss"] for record in records(folder, "train")]
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     newest = sorted((folder / "checkpoints").glob("*.pt"))[-1]
     return torch.load(newest, weights_only=True)["model"]

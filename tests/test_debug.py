@@ -20,17 +20,13 @@ from typing import Any
 import pytest
 from conftest import Bake, run
 from dap import Session, line_of
-from runs import SHORT, launch, records
+from runs import SHORT, launch, losses
 
 pytestmark = pytest.mark.slow
 
 IMPATIENT = "--distributed.timeout_seconds 1 --distributed.startup_timeout_seconds 1".split()
 PAUSE = 5  # Seconds: well over those, so that a rank that counted them would end the run.
 Stop = tuple[Session, int]  # With the number of the thread that stands still.
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder, "train")]
 
 
 def free_port() -> int:

@@ -38,7 +38,7 @@ def about(expected: list[tuple[int, float]]) -> list[tuple[int, object]]:
     return [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process that nobody interrupted."""
     folder = tmp_path_factory.mktemp("alone")

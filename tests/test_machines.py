@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import CHOICES, Bake
 from machines import Machine, Machines, start_on_both
-from runs import SHORT, alone, checkpoints, records
+from runs import SHORT, alone, checkpoints, losses
 
 pytestmark = pytest.mark.slow
 
@@ -21,16 +21,12 @@ STEPS = 30
 TRAIN = ["train", "--train.max_steps", str(STEPS), "--train.log_every", "1", "--distributed.device", "cpu"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
     alone(baked(), *TRAIN, "--run.dir", folder)
     return losses(folder)
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder, "train")]
 
 
 def wait_until(condition: Callable[[], bool], launchers: list[subprocess.Popen[bytes]]) -> None:

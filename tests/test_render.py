@@ -101,7 +101,7 @@ def test_nothing_shows_of_the_template_or_of_what_was_not_chosen(baked: Bake, an
                 assert not re.search(trace, text, re.IGNORECASE), f"{name} shows {value}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def checked_sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]:
     """A cache for the type checker, and the sources that it has seen."""
     return tmp_path_factory.mktemp("mypy"), set()

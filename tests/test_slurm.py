@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import Bake
-from runs import alone, records
+from runs import alone, losses, records
 from slurm import MISSING, Slurm, start_slurm, wait_until
 
 pytestmark = [
@@ -23,13 +23,13 @@ SMALL = "--train.log_every 1 --data.global_batch_size 32 --distributed.device cp
 LONG = [*SMALL, "--train.max_steps", "400"]  # Seconds in which a signal finds it at work.
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     with start_slurm() as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def project(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project of this file alone: its logs and runs stand in it."""
     return Path(shutil.copytree(baked(cluster="slurm"), tmp_path_factory.mktemp("slurm") / "project"))
@@ -46,11 +46,7 @@ def log_of(project: Path, job: str) -> str:
     return (project / f"slurm-my-experiment-{job}.out").read_text()
 
 
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder, "train")]
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def finished(slurm: Slurm, project: Path) -> Path:
     """A run over both nodes that nothing interrupted."""
     job = submit(slurm, project, "train", *LONG, "--run.dir", "runs/finished")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from runs import SHORT, alone, checkpoints, launch, plant, records, weights
+from runs import SHORT, alone, checkpoints, launch, losses, plant, weights
 
 pytestmark = pytest.mark.slow
 
@@ -22,9 +22,9 @@ Layout = tuple[str, str, int, str]
 # and task in its plainest layouts; these are others.
 LAYOUTS: list[Layout] = [
     ("digits", "ddp", 4, "--parallel.static_graph true"),
-    ("digits", "ddp", 2, "--parallel.find_unused_parameters true --parallel.bucket_cap_mb 0.1 --data.num_workers 1"),
+    ("digits", "ddp", 2, "--parallel.find_unused_parameters true --parallel.bucket_cap_mb 0.1 --train.microbatches 2"),
     ("digits", "fsdp", 4, "--parallel.reshard_after_forward false --train.microbatches 2"),
-    ("digits", "fsdp", 2, "--parallel.cpu_offload true --train.activation_checkpointing true"),
+    ("digits", "fsdp", 2, "--parallel.cpu_offload true --train.activation_checkpointing true --data.num_workers 1"),
     ("digits", "model_parallel", 4, "--parallel.devices 3 --train.activation_checkpointing true"),
     ("language", "model_parallel", 2, "--parallel.split [3,5]"),
     *[("digits", "pipeline", 4, f"--parallel.replicas 2 --parallel.schedule {schedule}") for schedule in SCHEDULES],
@@ -34,8 +34,6 @@ LAYOUTS: list[Layout] = [
     ("language", "tensor", 4, "--parallel.replicas 2 --parallel.sequence_parallel true"),
     ("digits", "data_parallel", 1, "--train.microbatches 2"),
 ]
-# For each strategy, the layout from whose checkpoint every other one goes on.
-FIRST = {layout[1]: layout for layout in reversed(LAYOUTS) if layout[0] == "digits" and layout[2] != 2}
 
 
 def ranks(parallelism: str, wanted: int) -> int:
@@ -43,7 +41,13 @@ def ranks(parallelism: str, wanted: int) -> int:
     return 1 if parallelism == "data_parallel" else wanted
 
 
-@pytest.fixture(scope="session")
+# For each strategy, the layout on four ranks from whose checkpoint every other one goes on.
+FIRST = {
+    how: (task, how, n, more) for task, how, n, more in reversed(LAYOUTS) if task == "digits" and n == ranks(how, 4)
+}
+
+
+@pytest.fixture(scope="module")
 def references(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """For each task, a short run in one process."""
     runs = {task: tmp_path_factory.mktemp(task) for task in CHOICES["task"]}
@@ -52,18 +56,13 @@ def references(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return runs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone_losses(references: dict[str, Path]) -> list[float]:
     """The losses of a short run with the digits, in one process."""
     return losses(references["digits"])
 
 
-def losses(folder: Path) -> list[float]:
-    """The losses of a run, step by step."""
-    return [record["loss"] for record in records(folder, "train")]
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trained(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
     """Make a short run of a layout, with a checkpoint in its middle, once; gives the run directory."""
     runs: dict[Layout, Path] = {}

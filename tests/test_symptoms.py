@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Bake, run
-from runs import SHORT, alone, launch, plant, processes, records
+from runs import SHORT, alone, launch, losses, plant, processes, records
 
 pytestmark = [
     pytest.mark.slow,
@@ -155,7 +155,7 @@ def sound(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a short run in one process, of a model without a fault."""
     folder = tmp_path_factory.mktemp("sound")
     alone(plain, "train", *SHORT, "--run.dir", folder)
-    return [record["loss"] for record in records(folder, "train")]
+    return losses(folder)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,7 @@ def test_parameters_without_a_gradient_change_no_result(
     plant(project, "model.py", *SPARE)
     for steps in ("3", "6"):  # The second start goes on from what the first one saved.
         launch(project, "train", *SHORT, *words.split(), "--train.max_steps", steps, "--run.dir", tmp_path)
-    losses = [record["loss"] for record in records(tmp_path, "train")]
-    assert len(losses) == 6 and losses == pytest.approx(sound, rel=1e-5)
+    assert len(sound) == 6 and losses(tmp_path) == pytest.approx(sound, rel=1e-5)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from conftest import CHOICES, Bake
-from runs import SHORT, alone, checkpoints, launch, plant, processes, records, task_of, weights
+from runs import SHORT, alone, checkpoints, launch, losses, plant, processes, records, task_of, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ for question in ("task", "launcher", "tracker"):
     assert {variant[question] for variant in VARIANTS} == set(CHOICES[question]), f"a {question} is not trained"
 
 
-@pytest.fixture(scope="session", params=VARIANTS, ids=lambda variant: "-".join(variant.values()))
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: "-".join(variant.values()))
 def project(request: pytest.FixtureRequest, baked: Bake) -> Path:
     """Projects that have every task, every launcher and every tracker among them."""
     return baked(**request.param)
@@ -51,7 +51,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 25 steps on two ranks."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
@@ -99,7 +99,7 @@ def test_a_run_with_the_settings_of_another_stops_and_goes_on_as_that_one(
     again = launch(project, *words)
     assert "step 13 of 25" in again.stdout
     assert_same_weights(tmp_path, finished)
-    assert [r["loss"] for r in records(tmp_path, "train")][-2:] == [r["loss"] for r in records(finished, "train")][-2:]
+    assert losses(tmp_path)[-2:] == losses(finished)[-2:]
     settings = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (finished, tmp_path)]
     assert settings[0].pop("run").pop("seed") == settings[1].pop("run").pop("seed")
     assert settings[0] == settings[1]
@@ -169,7 +169,7 @@ def replace(path: Path) -> None:
     path.write_bytes(pickle.dumps({"format": 1}))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sound(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp("sound")

@@ -32,6 +32,8 @@ SMALL = (
 # How long the runs are that several tests look at: they end in their second epoch.
 STEPS = 20
 LENGTH = f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 4".split()
+# How much the split may change, relative to the result: what rounding in another order does, and some more.
+TOLERANCE = 1e-5
 # A setting of runs whose checkpoints no rank holds whole.
 SHARDED = ("--checkpoint.format", "sharded")
 #:: include "parallelism/" ~ cookiecutter.parallelism ~ ".tests.py" ::#
@@ -125,6 +127,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def load_model(run: Path) -> dict[str, torch.Tensor]:
     """The weights that a run ended with."""
     return read_checkpoint(newest_checkpoint(run))["model"]
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Every tensor differs by no more than ``TOLERANCE`` of its norm."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert (value - theirs[name]).norm() <= TOLERANCE * theirs[name].norm(), name
 
 
 def alter(file: Path) -> None:

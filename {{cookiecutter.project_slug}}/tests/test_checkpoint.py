@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from support import RANKS, SPLITS, alter, newest_checkpoint, read_checkpoint
+from support import RANKS, SPLITS, alter, assert_close, newest_checkpoint, read_checkpoint
 
 checkpoint = import_module("{{ cookiecutter.__package }}.checkpoint")
 config = import_module("{{ cookiecutter.__package }}.config")
 convert = import_module("{{ cookiecutter.__package }}.convert").convert
 
 NPROC, WORDS = SPLITS[-1]
-TOLERANCE = 1e-5
 
 
 @pytest.fixture
@@ -34,12 +33,6 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     content = read_checkpoint(path)
     state = {f"{name} {key}": value for name, entry in content["optimizer"].items() for key, value in entry.items()}
     return content["model"] | state
-
-
-def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert (value - theirs[name]).norm() <= TOLERANCE * theirs[name].norm(), name
 
 
 class Attack:

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from support import SPLITS, STEPS, load_model, name_of_split, read_records, settings
+from support import SPLITS, STEPS, TOLERANCE, assert_close, load_model, name_of_split, read_records, settings
 
 data = import_module("{{ cookiecutter.__package }}.data")
 dataset = import_module("{{ cookiecutter.__package }}.dataset")
 model = import_module("{{ cookiecutter.__package }}.model")
 train = import_module("{{ cookiecutter.__package }}.train")
-
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,4 @@ def test_a_split_gives_the_result_of_a_plain_loop(
 ) -> None:
     run, (losses, expected) = trained(nproc, *words), plain
     assert [record["loss"] for record in read_records(run, "train")] == pytest.approx(losses, rel=TOLERANCE)
-    weights = load_model(run)
-    assert weights.keys() == expected.keys()
-    for name, weight in weights.items():
-        assert (weight - expected[name]).norm() <= TOLERANCE * expected[name].norm(), name
+    assert_close(load_model(run), expected)
