@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,9 @@ def run_doctor(config: Config) -> NoReturn:
 def run(command: str, config: Config, paths: dict[str, str]) -> None:
     """Do ``command`` together with all other ranks."""
     # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
+    # Some 400,000 objects are made, and stay: the garbage collector need not look through them, neither now, again and
+    # again, nor later, between two steps and at the end.
+    gc.disable()
     from .benchmark import benchmark
     from .distributed import choose_arithmetic, process_group
     from .evaluate import evaluate
@@ -64,6 +68,8 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
     #:: endif ::#
     from .train import train
 
+    gc.freeze()
+    gc.enable()
     choose_arithmetic(config.train.exact)
     with process_group(config) as world:
         if command == "train":
