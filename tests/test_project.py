@@ -35,6 +35,18 @@ def test_the_make_targets_of_a_project(bake: Bake) -> None:
     run("make", "train", cwd=project, NPROC="2")
     assert (project / "runs" / "default" / "curves.png").exists()
 
+    # In a larger repository its own files are mended, and no others.
+    shutil.rmtree(project / ".git")
+    run("git", "init", "--quiet", cwd=project.parent)
+    ours, other = next((project / "src").iterdir()) / "model.py", project.parent / "other.py"
+    clean_source, unused = ours.read_text(), "import  os\n"
+    ours.write_text(clean_source + unused)
+    other.write_text(unused)
+    run("git", "add", "other.py", cwd=project.parent)
+    run("make", "lint", cwd=project)
+    assert ours.read_text() == clean_source
+    assert other.read_text() == unused
+
 
 RENDERED = set(itertools.product(CHOICES["parallelism"], CHOICES["task"]))
 
