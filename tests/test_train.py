@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -264,6 +265,36 @@ def test_a_run_directory_has_one_run(plain: Path, tmp_path: Path) -> None:
     while ranks_of(tmp_path / "run"):
         assert time.monotonic() < give_up, "ranks outlived their launcher"
         time.sleep(0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
+def test_loader_processes_that_still_start_end_with_their_rank(plain: Path, tmp_path: Path) -> None:
+    def loaders() -> list[int]:
+        return processes(lambda environment, words: mark.encode() in environment and b"spawn_main" in words)
+
+    mark = f"MARK={tmp_path}"
+    launcher = subprocess.Popen(
+        [plain / "scripts/launch.sh", "train", "--data.num_workers", "1", "--run.dir", tmp_path / "run"],
+        cwd=plain,
+        env=os.environ | {"PYTHON": sys.executable, "NPROC": "2", "MARK": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        give_up = time.monotonic() + 120
+        while not loaders():
+            assert launcher.poll() is None and time.monotonic() < give_up
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    try:
+        give_up = time.monotonic() + 30
+        while loaders():
+            assert time.monotonic() < give_up, "loader processes outlived their rank"
+            time.sleep(0.1)
+    finally:
+        for process in loaders():
+            os.kill(process, signal.SIGKILL)
 
 
 def test_a_spawned_rank_that_fails_tells_why(bake: Bake, tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from .config import DataConfig, UserError
+from .launcher_watch import end_with
 
 # A dataset is asked for (epoch, index). The epoch travels with the index because loader processes hold a copy of the
 # dataset and would not see it change; so a sample's augmentation is a function of both, whoever loads it.
@@ -81,13 +83,18 @@ def build_loader(
         # Not a fork: it would take over the locks that other threads (of collectives, of backward) hold just then, and
         # may wait for one forever.
         multiprocessing_context="spawn" if config.num_workers else None,
-        worker_init_fn=ignore_request,
+        worker_init_fn=start_loading,
         pin_memory=device.type == "cuda",
         # Its own generator: a new iterator would otherwise draw from the global one, and a resumed run would differ.
         generator=torch.Generator(),
     )
 
 
-def ignore_request(_: int) -> None:
-    """Leave a request to stop to the rank: Slurm may signal all processes of a job, and this one loads what is due."""
+def start_loading(_: int) -> None:
+    """What a loader process does first: it ties its life to the rank's, and leaves requests to stop to it."""
+    rank = parent_process()
+    assert rank is not None and rank.pid is not None
+    # PyTorch has it end with whoever is its parent by now: not the rank, if that was killed while this process started.
+    end_with(rank.pid)
+    # Slurm may signal all processes of a job, and this one loads what is due.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
