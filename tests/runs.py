@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -81,3 +82,11 @@ def processes(wanted: Callable[[bytes, bytes], bool]) -> list[int]:
         except OSError:  # It ended just now.
             continue
     return sorted(found)
+
+
+def wait_until(true: Callable[[], object], what: str, seconds: float) -> None:
+    """Wait until something is so; ``seconds`` is a limit that no machine should need."""
+    give_up = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < give_up, f"waited {seconds} s in vain until {what}"
+        time.sleep(0.05)

@@ -10,12 +10,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import processes
+from runs import processes, wait_until
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # Where the daemons are, which not every user has on the path.
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
@@ -90,14 +90,6 @@ class Slurm:
         """The processes of a job, from the kernel's table."""
         marks = {f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(), f"SLURM_JOB_ID={number}".encode()}
         return processes(lambda environment, _: marks <= set(environment.split(b"\0")))
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 900) -> None:
-    """Wait until something is so; the limit is one that no machine should need."""
-    give_up = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < give_up, f"waited {seconds} s in vain until {what}"
-        time.sleep(0.2)
 
 
 @contextmanager

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Bake
-from runs import SHORT, alone, processes, records
+from runs import SHORT, alone, processes, records, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,13 +61,6 @@ def started_for(folder: Path) -> list[int]:
     return processes(lambda _, words: str(folder).encode() in words)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
-
-
 def mpi(kind: str, project: Path, *words: str | Path) -> list[str | Path]:
     """The command line of two ranks under an MPI's launcher."""
     program, options, package = MPI[kind]
@@ -105,10 +97,10 @@ def test_a_mistake_under_mpirun_is_told_once(plain: Path, tmp_path: Path) -> Non
 def test_ranks_end_when_mpirun_was_killed(plain: Path, kind: str, tmp_path: Path) -> None:
     words = mpi(kind, plain, "train", "--train.epochs", "1000", "--train.log_every", "1", "--run.dir", tmp_path / "run")
     launcher = start(plain, *words, log=tmp_path / "log")
-    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() or launcher.poll() is not None)
+    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() or launcher.poll() is not None, "it trains", PATIENCE)
     launcher.kill()
     assert launcher.wait(PATIENCE) == -signal.SIGKILL
-    wait_until(lambda: not started_for(tmp_path / "run"))
+    wait_until(lambda: not started_for(tmp_path / "run"), "no rank is left", PATIENCE)
 
 
 def test_jobs_run_beside_each_other(baked: Bake, plain: Path, expected: Path, tmp_path: Path) -> None:
@@ -131,7 +123,7 @@ def test_a_signal_to_one_rank_stops_all(baked: Bake, expected: Path, launcher: s
     project, folder = baked(launcher=launcher), tmp_path / "run"
     words = ["scripts/launch.sh", "train", *LONG, "--train.max_steps", "400", "--run.dir", folder]
     job = start(project, *words, log=tmp_path / "log")
-    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2)
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2, "it trains", PATIENCE)
     os.kill(ranks(job)[1], signal.SIGUSR1)
     assert job.wait(PATIENCE) == 0, "the ranks ended in order, and nobody asked the launcher"
     assert started_for(folder) == []
@@ -153,7 +145,7 @@ def test_an_evaluation_is_left_and_made_up_for(bake: Bake, expected: Path, tmp_p
     words = ["scripts/launch.sh", "train", *LONG, "--data.eval_batch_size", "1", "--run.dir", folder]
     slow.write_text(fast + SLOW)
     job = start(project, *words, log=tmp_path / "log")
-    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) == 8)
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) == 8, "it evaluates", PATIENCE)
     time.sleep(0.5)  # Into the evaluation that follows step 8.
     job.send_signal(signal.SIGTERM)
     assert job.wait(PATIENCE) != 0
@@ -187,7 +179,7 @@ def test_torchrun_starts_the_ranks_again(plain: Path, expected: Path, tmp_path: 
     folder = tmp_path / "run"
     words = ["scripts/launch.sh", "train", *LONG, "--checkpoint.every_steps", "4", "--run.dir", folder]
     job = start(plain, *words, log=tmp_path / "log", MAX_RESTARTS="1")
-    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 6)
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 6, "it has saved", PATIENCE)
     os.kill(ranks(job)[1], signal.SIGKILL)
     assert job.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
     told = (tmp_path / "log").read_text()

@@ -9,13 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Bake, run
-from runs import SHORT, alone, launch, losses, plant, processes, records
+from runs import SHORT, alone, launch, losses, plant, processes, records, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -269,7 +268,8 @@ def test_what_is_left_over_is_found_and_ends(bake: Bake, symptom: str, launcher:
         return [int(line.split()[0]) for line in lines if str(project) in line]
 
     try:
-        wait_for(lambda: (project / "run" / "metrics.jsonl").exists() and bool(records(project / "run", "train")))
+        folder = project / "run"
+        wait_until(lambda: (folder / "metrics.jsonl").exists() and records(folder, "train"), "it trains", 120)
         assert launcher_process.pid in listed() and len(listed()) >= 5  # Two ranks, and a loader process of each.
         second = subprocess.run(
             [project / ".venv/bin/python", "-m", "my_experiment", *words],
@@ -285,18 +285,10 @@ def test_what_is_left_over_is_found_and_ends(bake: Bake, symptom: str, launcher:
         launcher_process.send_signal(signal.SIGKILL)
         launcher_process.wait()
     try:
-        wait_for(lambda: listed() == [])
+        wait_until(lambda: listed() == [], "nothing is left", 120)
     finally:  # Not even where the test has failed.
         for pid in listed():
             os.kill(pid, signal.SIGKILL)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    give_up = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
 
 
 def test_every_row_of_the_table_is_reproduced(baked: Bake) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from conftest import CHOICES, Bake
-from runs import SHORT, alone, checkpoints, launch, losses, plant, processes, records, task_of, weights
+from runs import SHORT, alone, checkpoints, launch, losses, plant, processes, records, task_of, wait_until, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -261,10 +261,7 @@ def test_a_run_directory_has_one_run(plain: Path, tmp_path: Path) -> None:
     assert "in use by another run" in second.stderr and second.stderr.count("\n") == 1
     launcher.kill()
     launcher.communicate()
-    give_up = time.monotonic() + 10
-    while ranks_of(tmp_path / "run"):
-        assert time.monotonic() < give_up, "ranks outlived their launcher"
-        time.sleep(0.1)
+    wait_until(lambda: not ranks_of(tmp_path / "run"), "the ranks have ended with their launcher", 10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
@@ -280,18 +277,13 @@ def test_loader_processes_that_still_start_end_with_their_rank(plain: Path, tmp_
         stderr=subprocess.DEVNULL,
     )
     try:
-        give_up = time.monotonic() + 120
-        while not loaders():
-            assert launcher.poll() is None and time.monotonic() < give_up
-            time.sleep(0.05)
+        wait_until(lambda: loaders() or launcher.poll() is not None, "loader processes start", 120)
+        assert launcher.poll() is None
     finally:
         launcher.kill()
         launcher.wait()
     try:
-        give_up = time.monotonic() + 30
-        while loaders():
-            assert time.monotonic() < give_up, "loader processes outlived their rank"
-            time.sleep(0.1)
+        wait_until(lambda: not loaders(), "the loader processes have ended with their rank", 30)
     finally:
         for process in loaders():
             os.kill(process, signal.SIGKILL)
