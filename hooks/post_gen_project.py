@@ -1,4 +1,4 @@
-"""Says what to type next; touches no file."""
+"""Prints the next commands; changes no file."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Refuses answers that cannot work, before a file is written: which answer, why, and the command to try again.
+"""Refuses answers that cannot work, before any file is written, with the reason and a command that works.
 
-Looks at the answers alone, so that a project renders the same everywhere.
+Only the answers matter, so that a project renders the same everywhere.
 """
 
 import json
@@ -22,8 +22,8 @@ QUESTIONS = [
     "docker",
     "license",
 ]
-# Import names of what a project needs or uses, beside those of the standard library: a package of the same name would
-# hide the other, or be hidden by it.
+# Import names that a project needs or uses, besides those of the standard library: a package of the same name would
+# shadow the other, or be shadowed by it.
 TAKEN = {
     "cookiecutter",
     "docstring_parser",
@@ -47,7 +47,7 @@ TAKEN = {
     "typing_extensions",
     "wandb",
     "yaml",
-    # Standard, but not among its public names; and folders of the project itself.
+    # In the standard library, but not among its public names; and folders of the project itself.
     "test",
     "tests",
     "src",
@@ -58,33 +58,33 @@ TAKEN = {
 
 
 def find_fault(answers):
-    """The first answer that cannot work, as (question, reason, a value that would); None if all can."""
+    """Return the first answer that cannot work, as (question, reason, a value that would); None if all can."""
     for question, example in (("project_name", "My Experiment"), ("author", "Your Name"), ("project_slug", "")):
         answer = answers[question]
         if not answer.strip():
             return question, "is empty", example or suggest(answers["project_name"])
         if not answer.isprintable():
             clean = " ".join("".join(c if c.isprintable() else " " for c in answer).split())
-            return question, "holds a control character or a line break", clean or example
+            return question, "contains a control character or a line break", clean or example
     slug = answers["project_slug"]
     package = slug.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", slug):
-        return "project_slug", "is not letters and digits, joined by '-', with a letter first", suggest(slug)
+        return "project_slug", "is not letters and digits, joined by '-', starting with a letter", suggest(slug)
     if keyword.iskeyword(package) or keyword.issoftkeyword(package):
         return "project_slug", "is a keyword of Python", f"my-{slug}"
     if package.lower() in TAKEN or package.lower() in sys.stdlib_module_names:
-        return "project_slug", "is the name of an existing module, which it would hide", f"my-{slug.lower()}"
+        return "project_slug", "is the name of an existing module, which it would shadow", f"my-{slug.lower()}"
     return None
 
 
 def suggest(text):
-    """A slug that works, as near to ``text`` as may be."""
+    """Return a valid slug that is as close to ``text`` as possible."""
     slug = "-".join(re.findall(r"[a-z0-9]+", text.lower())) or "my-experiment"
     return slug if slug[0].isalpha() else f"experiment-{slug}"
 
 
 def command(answers):
-    """The command that asks for the same project, with the answers that cannot work replaced by ones that can."""
+    """Return the command for the same project, with the answers that cannot work replaced."""
     answers = dict(answers)
     while (fault := find_fault(answers)) is not None:
         answers[fault[0]] = fault[2]
@@ -97,7 +97,7 @@ def command(answers):
 
 
 def main():
-    """Exit with 1, which undoes the generation, if an answer cannot work."""
+    """Exit with 1 if an answer cannot work; cookiecutter then removes what it generated."""
     fault = find_fault(ANSWERS)
     if fault is not None:
         question, reason, _ = fault

@@ -1,4 +1,4 @@
-"""Rendering for the tests: strict, isolated from the user's own cookiecutter settings, each combination once."""
+"""Shared fixtures: projects rendered from checked answers, without the user's own cookiecutter settings."""
 
 from __future__ import annotations
 
@@ -27,36 +27,37 @@ CHOICES: dict[str, list[Any]] = {
 Bake = Callable[..., Path]
 
 
-# Answers that change code: every combination of them is rendered. The others add or change files of their own, as
-# test_render.py makes sure, and take turns.
-CODE = ("parallelism", "task", "launcher", "tracker")
+# The questions whose answers change code: every combination of these answers is rendered. The other questions change
+# only separate files, as test_render.py checks, so their values vary in turn.
+CODE_QUESTIONS = ("parallelism", "task", "launcher", "tracker")
 
 
 def combinations() -> Iterator[dict[str, Any]]:
-    """Every combination of the answers that change code, with all values of the others among them."""
-    code = [CHOICES[name] for name in CODE]
-    others = itertools.cycle(itertools.product(*(CHOICES[name] for name in CHOICES if name not in CODE)))
-    for values in itertools.product(*code):
-        turn = dict(zip((name for name in CHOICES if name not in CODE), next(others), strict=True))
-        answers = dict(zip(CODE, values, strict=True)) | turn
+    """Yield every combination of the answers that change code; the values of the other questions vary in turn."""
+    code_values = [CHOICES[name] for name in CODE_QUESTIONS]
+    other_questions = [name for name in CHOICES if name not in CODE_QUESTIONS]
+    other_values = itertools.cycle(itertools.product(*(CHOICES[name] for name in other_questions)))
+    for values in itertools.product(*code_values):
+        other_answers = dict(zip(other_questions, next(other_values), strict=True))
+        answers = dict(zip(CODE_QUESTIONS, values, strict=True)) | other_answers
         yield {name: answers[name] for name in CHOICES}
 
 
 def name_of(answers: dict[str, Any]) -> str:
-    """What a test with these answers is called: those that are not the default."""
+    """Return a test id: the answers that differ from the defaults."""
     return "-".join(f"{k}={v}" for k, v in answers.items() if v != CHOICES[k][0]) or "default"
 
 
-# What takes longest is begun first, or one worker would have it alone in the end.
-LONGEST = ("test_strategies.py", "test_project.py", "test_train.py", "test_symptoms.py")
+# The slowest files start first; otherwise one worker would still run them when the others have finished.
+SLOWEST = ("test_strategies.py", "test_project.py", "test_train.py", "test_symptoms.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
 
 
 class ByFile(LoadScopeScheduling):
-    """Beside each other run files, whose tests share runs, and the projects of test_project.py, which share nothing."""
+    """Run a file's tests on one worker, because they share runs; the tests of test_project.py are independent."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
@@ -64,7 +65,7 @@ class ByFile(LoadScopeScheduling):
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than processors: a test often waits for a process that was killed, a link that was cut, a time."""
+    """Return one more than the number of processors, because tests often wait for a killed process or a timeout."""
     return (os.cpu_count() or 1) + 1
 
 
@@ -74,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the user's defaults, and the launcher that the tests may run under, out of the renders."""
+    """Hide the user's cookiecutter defaults, and the environment of a launcher, from the rendered projects."""
     folder = tmp_path_factory.mktemp("cookiecutter")
     config = folder / "config.yaml"
     config.write_text(f"cookiecutters_dir: {folder}/templates\nreplay_dir: {folder}/replay\n")
@@ -82,14 +83,15 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("COOKIECUTTER_CONFIG", str(config))
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "PYTHON", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"):
             patch.delenv(name, raising=False)
-        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # Or every process would compile the project anew.
-        # Tests run beside each other: threads that wait for those of another test would take turns with them.
+        # Without byte code, every process would compile the project again.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        # Tests run in parallel: the OpenMP threads of one test would compete with those of another.
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
 
 
 def check_answers(answers: dict[str, Any]) -> None:
-    """cookiecutter ignores unknown questions: a test that misspells one would vary nothing."""
+    """Check that questions and choices exist; cookiecutter ignores unknown questions, so a typo would go unnoticed."""
     for name, value in answers.items():
         assert name in QUESTIONS, f"no question {name}"
         assert name not in CHOICES or value in CHOICES[name], f"{name} does not offer {value}"
@@ -97,7 +99,7 @@ def check_answers(answers: dict[str, Any]) -> None:
 
 @pytest.fixture
 def bake(tmp_path: Path) -> Bake:
-    """Render a project of its own for one test, with hooks, from the answers that differ from the defaults."""
+    """A function that renders a new project, with hooks, from the answers that differ from the defaults."""
 
     def render(output: str = "out", **answers: Any) -> Path:
         check_answers(answers)
@@ -110,7 +112,7 @@ def bake(tmp_path: Path) -> Bake:
 
 @pytest.fixture(scope="module")
 def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
-    """The project of one combination, rendered once for the tests of a file: runs leave data and byte code in it."""
+    """A function that renders each combination once per test file; its runs leave data and byte code in the project."""
     projects: dict[str, Path] = {}
 
     def render(**answers: Any) -> Path:
@@ -126,28 +128,28 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
 
 @pytest.fixture(scope="module")
 def plain(baked: Bake) -> Path:
-    """The default project, where the choices make no difference."""
+    """The default project, for tests that do not depend on the answers."""
     return baked()
 
 
 @pytest.fixture
 def machines() -> Iterator[Any]:
     """Two machines and the link between them, for one test."""
-    from machines import TROUBLE, two_machines  # Which imports this file.
+    from machines import UNAVAILABLE, two_machines  # Imported here, because machines.py imports this file.
 
-    if TROUBLE:
-        pytest.skip(TROUBLE)
-    with two_machines() as both:
-        yield both
+    if UNAVAILABLE:
+        pytest.skip(UNAVAILABLE)
+    with two_machines() as pair:
+        yield pair
 
 
 def read_tree(project: Path) -> dict[str, bytes]:
-    """Every file of a project: relative path and content."""
+    """Return the content of every file of a project, by relative path."""
     return {str(p.relative_to(project)): p.read_bytes() for p in sorted(project.rglob("*")) if p.is_file()}
 
 
 def copy_tracked(folder: Path) -> None:
-    """Copy what git tracks of the template into ``folder``, as it is in the working tree."""
+    """Copy the template's tracked files from the working tree into ``folder``."""
     for name in run("git", "ls-files", cwd=TEMPLATE).stdout.splitlines():
         if (TEMPLATE / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -155,8 +157,8 @@ def copy_tracked(folder: Path) -> None:
 
 
 def run(*words: str | Path, cwd: Path, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, with this interpreter's environment, and expect its exit code."""
-    done = subprocess.run(
+    """Run a command with this interpreter as PYTHON, check its exit code, and return the completed process."""
+    result = subprocess.run(
         [str(word) for word in words],
         cwd=cwd,
         env=os.environ | {"PYTHON": sys.executable} | environment,
@@ -164,5 +166,5 @@ def run(*words: str | Path, cwd: Path, expect: int = 0, **environment: str) -> s
         text=True,
         timeout=1200,
     )
-    assert done.returncode == expect, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
+    assert result.returncode == expect, f"{words}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Train and evaluate the one project in demo/ on two CPU processes: what `make demo` does after rendering.
+# Train and evaluate the only project in demo/ on two CPU processes. `make demo` runs this after rendering.
 set -euo pipefail
 cd demo/*/
 export PYTHON="$BIN/python" NPROC=2
 
 settings=(--config configs/default.yaml --distributed.device cpu)
 if grep -q 'task = "language"' pyproject.toml; then
-    settings+=(--train.max_steps 600 --optim.decay_steps 600) # a third of the whole
+    settings+=(--train.max_steps 600 --optim.decay_steps 600) # a third of the full run
 fi
 scripts/launch.sh train "${settings[@]}"
 newest="$(find runs/default/checkpoints -name "step-*.pt" | sort | tail -n 1)"
@@ -14,8 +14,8 @@ scripts/launch.sh evaluate --checkpoint "$newest" --distributed.device cpu |
     "$PYTHON" -c '
 import json, sys
 record = json.loads(sys.stdin.read().splitlines()[-1])
-told = "accuracy {accuracy:.4f}" if "accuracy" in record else "bits per byte {bits_per_byte:.3f}"
-print(("test " + told + " on all {num_samples} samples, after {step} steps").format(**record))
+message = "accuracy {accuracy:.4f}" if "accuracy" in record else "bits per byte {bits_per_byte:.3f}"
+print(("test " + message + " on all {num_samples} samples, after {step} steps").format(**record))
 '
 cat <<END
 

@@ -1,4 +1,4 @@
-"""Two machines on this one: network namespaces, joined by a link that can be cut."""
+"""Two simulated machines: network namespaces, connected by a link that can be cut."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 
 from runs import small
 
-TROUBLE = (
+UNAVAILABLE = (
     "ip (Debian's iproute2) is not installed" if not shutil.which("ip")
-    else "only root may make network namespaces" if os.geteuid()
+    else "only root may create network namespaces" if os.geteuid()
     else ""
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One end of the link."""
+    """A network namespace at one end of the link."""
 
     namespace: str
     address: str
 
     def ip(self, *words: str) -> str:
-        """Configure the machine's network."""
+        """Run `ip` on this machine to configure its network, and return the output."""
         return subprocess.run(["ip", "-n", self.namespace, *words], check=True, capture_output=True, text=True).stdout
 
     def start(self, *words: str | Path, cwd: Path, log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command on this machine."""
+        """Start a command on this machine, with its output in ``log``, and return the process."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, *map(str, words)],
             cwd=cwd,
@@ -42,7 +42,7 @@ class Machine:
         )
 
     def processes(self) -> list[int]:
-        """What runs on it."""
+        """Return the ids of the processes on this machine."""
         words = ["ip", "netns", "pids", self.namespace]
         return [int(pid) for pid in subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()]
 
@@ -52,7 +52,7 @@ Machines = tuple[Machine, Machine]
 
 @contextmanager
 def two_machines() -> Iterator[Machines]:
-    """Make them, and end all that still runs on them afterwards."""
+    """Create two connected machines; at the end of the ``with`` block, kill their processes and delete them."""
     first, second = machines = tuple(Machine(f"ddp-{os.getpid()}-{n}", f"10.77.0.{n}") for n in (1, 2))
     try:
         for machine in machines:
@@ -73,7 +73,7 @@ def two_machines() -> Iterator[Machines]:
 def start_on_both(
     machines: Machines, project: Path, *words: str | Path, logs: Path, **environment: str
 ) -> list[subprocess.Popen[bytes]]:
-    """The shipped script on each machine, as its user would type it."""
+    """Start the shipped script on both machines, as a user would, and return the processes."""
     logs.mkdir(parents=True, exist_ok=True)
     shared = {"HEAD": machines[0].address, "NODES": "2", "NPROC": "1"} | environment
     return [

@@ -1,4 +1,4 @@
-"""What the tests of training share: start rendered projects, read what they left."""
+"""Helpers for tests that train: start rendered projects and read the files of their runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from conftest import run
 
 SHORT = "--train.max_steps 6 --train.log_every 1 --distributed.device cpu".split()
-# A small text and a small model for it, of as many blocks as that of the digits.
+# For the language task: a short text, and a small model with as many blocks as the model of the digits task.
 SMALL_LANGUAGE = (
     "--dataset.max_bytes 43000 --dataset.test_bytes 20000 --data.global_batch_size 32 --train.epochs 20 "
     "--model.width 32 --model.layers 6 --model.heads 4 --model.context 32"
@@ -23,47 +23,50 @@ SMALL_LANGUAGE = (
 
 
 def task_of(project: Path) -> str:
-    """The answer to the question that a project was rendered with."""
+    """Return the task that a project was rendered with."""
     return tomllib.loads((project / "pyproject.toml").read_text())["tool"]["ddp-template"]["task"]
 
 
 def small(project: Path, command: str, *words: str | Path) -> list[str | Path]:
-    """A command line that a test has time for."""
+    """Return a command and its arguments, with settings that make the language task small enough for a test."""
     return [command, *(SMALL_LANGUAGE if task_of(project) == "language" and command != "convert" else []), *words]
 
 
 def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The shipped launcher, to its end."""
+    """Run a command with the shipped launcher, and return the completed process."""
     return run(project / "scripts/launch.sh", *small(project, *words), cwd=project, NPROC=str(nproc), **options)
 
 
 def alone(project: Path, *words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """One process, as `python -m <package>`."""
+    """Run a command in one process with `python -m <package>`, and return the completed process."""
     package = next((project / "src").iterdir()).name
     return run(sys.executable, "-m", package, *small(project, *words), cwd=project, PYTHONPATH="src", **options)
 
 
 def checkpoints(folder: Path) -> list[str]:
+    """Return the sorted names of a run's checkpoints."""
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def records(folder: Path, event: str) -> list[dict[str, Any]]:
+    """Return the records of one event in a run's metrics.jsonl."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record for record in lines if record["event"] == event]
 
 
 def losses(folder: Path) -> list[float]:
-    """The losses of a run, step by step."""
+    """Return the training losses of a run, one per record."""
     return [record["loss"] for record in records(folder, "train")]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the model's weights from a run's newest checkpoint."""
     newest = sorted((folder / "checkpoints").glob("*.pt"))[-1]
     return torch.load(newest, weights_only=True)["model"]
 
 
 def plant(project: Path, name: str, line: str, fault: str) -> None:
-    """Put ``fault`` before a line of a file of the package."""
+    """Insert ``fault`` before a line of a file of the package, with the same indentation."""
     path = next((project / "src").iterdir()) / name
     source = path.read_text()
     assert source.count(line) == 1
@@ -73,20 +76,20 @@ def plant(project: Path, name: str, line: str, fault: str) -> None:
 
 
 def processes(wanted: Callable[[bytes, bytes], bool]) -> list[int]:
-    """The processes of which ``wanted`` says so, given environment and command line, from the kernel's table."""
+    """Return the ids of the processes in /proc for which ``wanted(environment, command line)`` is true."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if wanted((process / "environ").read_bytes(), (process / "cmdline").read_bytes()):
                 found.append(int(process.name))
-        except OSError:  # It ended just now.
+        except OSError:  # The process has ended.
             continue
     return sorted(found)
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float) -> None:
-    """Wait until something is so; ``seconds`` is a limit that no machine should need."""
-    give_up = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < give_up, f"waited {seconds} s in vain until {what}"
+def wait_until(condition: Callable[[], object], description: str, seconds: float) -> None:
+    """Wait until ``condition()`` is true, and fail after ``seconds``, a timeout that no machine should need."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain until {description}"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: daemons of its own, and all that they write in one folder."""
+"""A real Slurm with two nodes on this machine: it has its own daemons, and all their files are in one folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from runs import processes, wait_until
 
-PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # Where the daemons are, which not every user has on the path.
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # The daemons are in sbin, which is not on every user's path.
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
-# A node's name is an address at which the others reach it, as on a cluster: all of 127/8 is this machine. What stands
-# for its GPUs are empty files, so that jobs may ask for them. A job that is requeued waits for cred_expire seconds.
+# As on a cluster, a node's name is an address at which other nodes reach it: all of 127/8 is this machine. Empty files
+# represent its GPUs, so that jobs can request them. A requeued job waits for cred_expire seconds.
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -55,14 +55,14 @@ class Slurm:
     """A running Slurm.
 
     Attributes:
-        environment: What its commands need to find it.
+        environment: The variables with which its commands find it.
     """
 
     environment: dict[str, str]
 
     def command(self, *words: str | Path, cwd: Path | None = None, **environment: str) -> str:
-        """Run one of Slurm's commands, and give what it printed."""
-        done = subprocess.run(
+        """Run one of Slurm's commands, and return its output."""
+        result = subprocess.run(
             [str(word) for word in words],
             cwd=cwd,
             env=os.environ | self.environment | environment,
@@ -70,31 +70,31 @@ class Slurm:
             text=True,
             timeout=300,
         )
-        assert done.returncode == 0, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout.strip()
+        assert result.returncode == 0, f"{words}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+        return result.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm knows of a job: JobState, ExitCode, Restarts, StdOut, ..."""
+        """Return the fields that scontrol prints for a job: JobState, ExitCode, Restarts, StdOut, ..."""
         return dict(re.findall(r"(\w+)=(\S+)", self.command("scontrol", "show", "job", number)))
 
     def wait(self, number: str) -> dict[str, str]:
-        """Wait until a job has ended, and nothing of it is left."""
-        give_up = time.monotonic() + 900  # A limit that no machine should need.
+        """Wait until a job and all its processes have ended, and return its fields."""
+        deadline = time.monotonic() + 900  # A timeout that no machine should need.
         while (job := self.job(number))["JobState"] not in ENDED:
-            assert time.monotonic() < give_up and int(job["Restarts"]) < 3, job
+            assert time.monotonic() < deadline and int(job["Restarts"]) < 3, job
             time.sleep(0.2)
         wait_until(lambda: not self.processes(job["JobId"]), f"no process of job {number} is left", 60)
         return job
 
     def processes(self, number: str) -> list[int]:
-        """The processes of a job, from the kernel's table."""
-        marks = {f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(), f"SLURM_JOB_ID={number}".encode()}
-        return processes(lambda environment, _: marks <= set(environment.split(b"\0")))
+        """Return the ids of a job's processes."""
+        variables = {f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(), f"SLURM_JOB_ID={number}".encode()}
+        return processes(lambda environment, _: variables <= set(environment.split(b"\0")))
 
 
 @contextmanager
 def daemon(*words: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
-    """A program that runs until the end of a ``with`` block."""
+    """Run a program until the end of a ``with`` block."""
     with open(log, "wb") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env=os.environ | environment)
     try:
@@ -109,24 +109,24 @@ def daemon(*words: str, log: Path, environment: dict[str, str]) -> Iterator[None
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports at which nobody listens."""
+    """Return ports that are not in use."""
     with ExitStack() as stack:
         return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(number)]
 
 
 def write_files(folder: Path) -> dict[str, str]:
-    """Write what the daemons read; gives what they and the commands need to find it."""
-    folder.chmod(0o711)  # munged does not listen where others cannot reach it.
+    """Write the configuration, and return the environment variables with which daemons and commands find it."""
+    folder.chmod(0o711)  # munged refuses to listen in a folder that other users cannot enter.
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
     host = socket.gethostname().split(".")[0]
-    # Jobs meet at ports made of their numbers, which should not be those of another Slurm on this machine.
+    # A job's rendezvous port depends on its number, which should differ from those of another Slurm on this machine.
     settings = {"folder": folder, "host": host, "ports": free_ports(3), "first_job": os.getpid()}
     (folder / "slurm.conf").write_text(CONFIG.format(user=getpass.getuser(), **settings))
-    # No control groups, which a container may lack; from 23.02 on Slurm can be told so.
-    told = subprocess.run(["slurmctld", "-V"], env=os.environ | {"PATH": PATH}, capture_output=True, text=True).stdout
-    old = [int(part) for part in re.findall(r"\d+", told)] < [23, 2]
+    # Do without control groups, which a container may lack; Slurm has a setting for that since 23.02.
+    output = subprocess.run(["slurmctld", "-V"], env=os.environ | {"PATH": PATH}, capture_output=True, text=True).stdout
+    old = [int(part) for part in re.findall(r"\d+", output)] < [23, 2]
     disabled = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}\n" if old else "CgroupPlugin=disabled\n"
     (folder / "cgroup.conf").write_text(disabled)
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
@@ -137,8 +137,8 @@ def write_files(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def start_slurm() -> Iterator[Slurm]:
-    """Start the daemons, and end them and their jobs at the end of a ``with`` block."""
-    # Not below pytest's folder: the path of a socket has at most 107 characters.
+    """Start the daemons; at the end of the ``with`` block, end their jobs and stop them."""
+    # Not in pytest's folder, whose path is too long: the path of a socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
     with ExitStack() as stack:
@@ -154,11 +154,11 @@ def start_slurm() -> Iterator[Slurm]:
         for node in ("127.0.0.1", "127.0.0.2"):
             start(f"slurmd-{node}", "slurmd", "-D", "-N", node)
         slurm = Slurm(environment)
-        question = ["sinfo", "--noheader", "--format=%D %t"]
+        sinfo = ["sinfo", "--noheader", "--format=%D %t"]
 
         def is_up() -> bool:
-            done = subprocess.run(question, env=os.environ | environment, capture_output=True, text=True, timeout=300)
-            return done.stdout.split() == ["2", "idle"]
+            result = subprocess.run(sinfo, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+            return result.stdout.split() == ["2", "idle"]
 
         try:
             wait_until(is_up, "both nodes are up", 180)
@@ -170,7 +170,7 @@ def start_slurm() -> Iterator[Slurm]:
 
 
 def end_jobs(slurm: Slurm) -> None:
-    """End what a test that failed has left."""
+    """End the jobs that a failed test has left."""
     numbers = slurm.command("squeue", "--noheader", "--format=%A").split()
     for number in numbers:
         slurm.command("scancel", "--signal=KILL", "--full", number)

@@ -1,4 +1,4 @@
-"""Hostile answers: refused with a reason and a command that works, or rendered unharmed."""
+"""Unusual answers: refused with a reason and a command that works, or rendered correctly."""
 
 from __future__ import annotations
 
@@ -37,32 +37,34 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("answers", [{"paralelism": "ddp"}, {"tracker": "tensorbored"}, {"docker": "false"}])
-def test_the_fixture_refuses_what_cookiecutter_would_ignore(bake: Bake, answers: dict[str, str]) -> None:
+def test_the_fixture_refuses_unknown_questions_and_choices(bake: Bake, answers: dict[str, str]) -> None:
     with pytest.raises(AssertionError):
         bake(**answers)
 
 
 @pytest.mark.parametrize(("question", "answer", "reason"), REFUSED)
-def test_an_answer_that_cannot_work_is_refused(question: str, answer: str, reason: str, tmp_path: Path) -> None:
+def test_an_answer_that_cannot_work_is_refused_with_a_command_that_works(
+    question: str, answer: str, reason: str, tmp_path: Path
+) -> None:
     words = [BIN / "cookiecutter", TEMPLATE, "--no-input", "--output-dir", "out", "launcher=spawn"]
-    done = run(*words, f"{question}={answer}", cwd=tmp_path, expect=1)
-    message, retry = done.stderr.splitlines()[:2] if "error:" in done.stderr.splitlines()[0] else ("", "")
+    result = run(*words, f"{question}={answer}", cwd=tmp_path, expect=1)
+    message, retry = result.stderr.splitlines()[:2] if "error:" in result.stderr.splitlines()[0] else ("", "")
     assert message.startswith(f"error: {question} is {answer!r}, which ")
     assert reason in message
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
-    # The command that it gives is exact: it makes the project, with the other answers as they were.
+    # The printed command works: it renders the project, and keeps the other answers.
     command = shlex.split(retry)
     assert command[0] == "cookiecutter"
     run(BIN / "cookiecutter", *command[1:], cwd=tmp_path)
     settings = [tomllib.loads(path.read_text()) for path in tmp_path.glob("out/**/pyproject.toml")]
-    assert [each["tool"]["ddp-template"]["launcher"] for each in settings] == ["spawn"]
+    assert [table["tool"]["ddp-template"]["launcher"] for table in settings] == ["spawn"]
 
 
 @pytest.mark.parametrize("question", ["parallelism", "launcher", "docker"])
-def test_a_value_that_is_not_offered_is_refused(question: str, tmp_path: Path) -> None:
-    done = run(BIN / "cookiecutter", TEMPLATE, "--no-input", f"{question}=nothing", cwd=tmp_path, expect=1)
-    assert "nothing provided for" in done.stderr and question in done.stderr
+def test_an_unknown_choice_is_refused(question: str, tmp_path: Path) -> None:
+    result = run(BIN / "cookiecutter", TEMPLATE, "--no-input", f"{question}=nothing", cwd=tmp_path, expect=1)
+    assert "nothing provided for" in result.stderr and question in result.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -80,15 +82,15 @@ def test_a_value_that_is_not_offered_is_refused(question: str, tmp_path: Path) -
         "x" * 90,
     ],
 )
-def test_a_name_can_hold_anything_that_prints(bake: Bake, name: str) -> None:
+def test_a_name_may_contain_any_printable_character(bake: Bake, name: str) -> None:
     project = bake(project_name=name, author=name, project_slug="plain", docker=True)
     assert (project / "README.md").read_text().splitlines()[0] == f"# {name}"
     assert f"{name}\n" in (project / "LICENSE").read_text()
     settings = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     assert settings["description"] == name and settings["authors"] == [{"name": name}]
     assert json.loads((project / ".devcontainer.json").read_text())["name"] == name
-    done = run(sys.executable, "-m", "plain", "--help", cwd=project, PYTHONPATH="src")
-    assert "train" in done.stdout
+    result = run(sys.executable, "-m", "plain", "--help", cwd=project, PYTHONPATH="src")
+    assert "train" in result.stdout
     run(BIN / "ruff", "check", "--no-cache", "src", cwd=project)
     assert not (project / "hacked").exists()
 
@@ -96,14 +98,14 @@ def test_a_name_can_hold_anything_that_prints(bake: Bake, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "slug"), [("My Experiment", "my-experiment"), ("  Über  Netz 2!", "uber-netz-2"), ("東京", "dong-jing")]
 )
-def test_the_slug_comes_from_the_name(bake: Bake, name: str, slug: str) -> None:
+def test_the_default_slug_is_derived_from_the_name(bake: Bake, name: str, slug: str) -> None:
     project = bake(project_name=name)
     assert project.name == slug
     assert (project / "src" / slug.replace("-", "_") / "train.py").exists()
 
 
 @pytest.mark.parametrize("slug", ["a", "my_experiment", "a-very-long-name-for-an-experiment-with-many-words-in-it-2"])
-def test_files_are_clean_under_any_slug(bake: Bake, slug: str) -> None:
+def test_the_code_passes_ruff_with_any_slug(bake: Bake, slug: str) -> None:
     project = bake(project_slug=slug, launcher="spawn", tracker="tensorboard")
     run(BIN / "ruff", "format", "--check", "--no-cache", ".", cwd=project)
     run(BIN / "ruff", "check", "--no-cache", ".", cwd=project)

@@ -1,4 +1,4 @@
-"""A project keeps up with the template, and turns into another variant, by cruft: as a diff that git can show."""
+"""cruft updates a project after a change of the template or of its answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CRUFT = Path(sys.executable).with_name("cruft")
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """The template as a repository of its own: what git tracks here, in one commit."""
+    """A copy of the template in a git repository of its own, with all tracked files in one commit."""
     copy = tmp_path / "template"
     copy_tracked(copy)
     commit(copy)
@@ -22,6 +22,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
+    """Commit all files of a folder, and create its git repository first if there is none."""
     if not (folder / ".git").exists():
         run("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
     identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
@@ -29,7 +30,7 @@ def commit(folder: Path) -> None:
     run("git", *identity, "commit", "--quiet", "--no-verify", "--message", "all", cwd=folder)
 
 
-def test_update_follows_the_template_and_changes_answers(repository: Path, tmp_path: Path, bake: Bake) -> None:
+def test_cruft_update_applies_template_changes_and_new_answers(repository: Path, tmp_path: Path, bake: Bake) -> None:
     run(CRUFT, "create", repository, "--no-input", "--output-dir", tmp_path, cwd=tmp_path)
     project = tmp_path / "my-experiment"
     commit(project)
@@ -39,7 +40,7 @@ def test_update_follows_the_template_and_changes_answers(repository: Path, tmp_p
 
     answers = {"launcher": "spawn", "tracker": "tensorboard"}
     run(CRUFT, "update", "--skip-apply-ask", "--variables-to-update", json.dumps(answers), cwd=project)
-    changed = {name: data for name, data in read_tree(project).items() if not name.startswith((".git/", ".cruft"))}
+    updated = {name: data for name, data in read_tree(project).items() if not name.startswith((".git/", ".cruft"))}
     expected = read_tree(bake(**answers))
-    assert changed.pop("README.md") == expected.pop("README.md") + b"\nA new line.\n"
-    assert changed == expected
+    assert updated.pop("README.md") == expected.pop("README.md") + b"\nA new line.\n"
+    assert updated == expected

@@ -1,4 +1,4 @@
-"""The questions as a person meets them: asked on a terminal, in order, with their labels."""
+"""The questions as a user sees them: asked on a terminal, in order, with their labels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pexpect
 from conftest import CONTEXT, QUESTIONS, TEMPLATE
 
 COOKIECUTTER = str(Path(sys.executable).with_name("cookiecutter"))
-PROMPT = r"\)(?:\x1b\[[\d;]*m)*: "  # The default in parentheses, in colour on a terminal.
+PROMPT = r"\)(?:\x1b\[[\d;]*m)*: "  # The end of the default, which is in parentheses and coloured.
 
 
 def start(folder: Path) -> pexpect.spawn:
-    """cookiecutter on a terminal, wide enough that no label is broken."""
+    """Start cookiecutter on a terminal that is wide enough for every label, and return the process."""
     terminal = os.environ | {"TERM": "xterm", "COLUMNS": "400"}
     return pexpect.spawn(COOKIECUTTER, [str(TEMPLATE)], cwd=str(folder), env=terminal, encoding="utf-8", timeout=60)
 
 
-def ask(folder: Path, answers: dict[str, str]) -> pexpect.spawn:
-    """Answer each question as it is asked; Enter where there is no answer."""
+def answer_questions(folder: Path, answers: dict[str, str]) -> pexpect.spawn:
+    """Answer each question, with Enter if ``answers`` has no value for it, and return the finished process."""
     child = start(folder)
     for name in QUESTIONS:
         label = CONTEXT["__prompts__"][name]
@@ -33,22 +33,23 @@ def ask(folder: Path, answers: dict[str, str]) -> pexpect.spawn:
     return child
 
 
-def test_enter_all_the_way_gives_the_default_project(tmp_path: Path) -> None:
-    child = ask(tmp_path, {})
+def test_pressing_enter_at_every_question_renders_the_default_project(tmp_path: Path) -> None:
+    child = answer_questions(tmp_path, {})
     assert child.exitstatus == 0
     assert "make setup" in child.before
     assert (tmp_path / "my-experiment" / "src" / "my_experiment" / "parallel.py").exists()
 
 
-def test_answers_by_number(tmp_path: Path) -> None:
-    ask(tmp_path, {"project_name": "Night Run", "launcher": "2", "tracker": "2", "docker": "y", "license": "4"})
+def test_choices_can_be_selected_by_number(tmp_path: Path) -> None:
+    answers = {"project_name": "Night Run", "launcher": "2", "tracker": "2", "docker": "y", "license": "4"}
+    answer_questions(tmp_path, answers)
     project = tmp_path / "night-run"
-    told = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["ddp-template"]
-    assert (told["launcher"], told["tracker"], told["docker"]) == ("spawn", "tensorboard", "true")
+    recorded = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["ddp-template"]
+    assert (recorded["launcher"], recorded["tracker"], recorded["docker"]) == ("spawn", "tensorboard", "true")
     assert "All rights reserved" in (project / "LICENSE").read_text()
 
 
-def test_a_choice_that_does_not_exist_is_asked_again(tmp_path: Path) -> None:
+def test_a_question_is_asked_again_after_an_invalid_choice(tmp_path: Path) -> None:
     child = start(tmp_path)
     for _ in range(5):
         child.expect(PROMPT)

@@ -1,4 +1,4 @@
-"""The questions are an interface: replay files, cruft files and scripts depend on their order and their values."""
+"""The questions are an interface: replay files, cruft files and scripts depend on their order and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULTS = {
 }
 
 
-def test_questions_and_defaults() -> None:
+def test_questions_keep_their_order_and_defaults() -> None:
     assert QUESTIONS == ORDER
     for name, default in DEFAULTS.items():
         first = CONTEXT[name][0] if isinstance(CONTEXT[name], list) else CONTEXT[name]
@@ -35,13 +35,13 @@ def test_every_question_and_choice_has_a_label() -> None:
             assert list(labels[name]) == ["__prompt__", *values]
 
 
-def test_the_version_is_told_once() -> None:
+def test_the_version_is_the_same_in_all_files() -> None:
     project = tomllib.loads((TEMPLATE / "pyproject.toml").read_text())["project"]
     assert CONTEXT["_version"] == project["version"]
     assert f"## {project['version']}" in (TEMPLATE / "CHANGELOG.md").read_text()
 
 
-def test_paths_can_be_written_on_windows() -> None:
+def test_template_paths_are_valid_on_windows() -> None:
     for folder in ("{{cookiecutter.project_slug}}", "templates", "hooks"):
         for path in (TEMPLATE / folder).rglob("*"):
             assert not set('<>:"|?*\\') & set(str(path.relative_to(TEMPLATE)))

@@ -1,4 +1,4 @@
-"""A request to stop that comes in several pieces: Slurm may signal all processes of a job, and launchers hand it on."""
+"""Repeated stop signals: Slurm may signal all processes of a job, and launchers forward the signal as well."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ pytestmark = pytest.mark.slow
 
 STOP = """
 import os, signal
-from my_experiment.config import Config
-from my_experiment.distributed import process_group
-from my_experiment.stop import StopRequest
-with process_group(Config()), StopRequest() as stop:
+from my_experiment.config import DistributedConfig
+from my_experiment.runtime import StopSignal, process_group
+with process_group(DistributedConfig(), devices_per_rank=1), StopSignal() as stop:
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGUSR1)
     print(signal.Signals(stop.received).name, flush=True)
-    stop.since -= 60
+    stop.received_at -= 60
     os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
-def test_only_a_later_request_to_stop_ends_a_rank_at_once(plain: Path) -> None:
+def test_only_a_later_stop_signal_ends_a_rank_at_once(plain: Path) -> None:
     done = run(sys.executable, "-c", STOP, cwd=plain, PYTHONPATH="src", expect=-signal.SIGUSR1)
     assert done.stdout == "SIGUSR1\n"
 
@@ -47,5 +46,5 @@ print(1 + len(list(batches)))
 """
 
 
-def test_a_loader_process_leaves_a_request_to_stop_to_its_rank(plain: Path) -> None:
+def test_a_loader_process_ignores_stop_signals(plain: Path) -> None:
     assert run(sys.executable, "-c", LOAD, cwd=plain, PYTHONPATH="src").stdout == "36\n"

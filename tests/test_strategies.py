@@ -1,4 +1,4 @@
-"""Every way to split the work gives the result of one process, goes on from every other, and refuses what cannot be."""
+"""Every strategy matches one process, resumes the checkpoints of every other strategy, and refuses invalid layouts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 Layout = tuple[str, str, int, str]
-# Ways to lay out the work: task, strategy, ranks, settings. The tests of the rendered projects look at every strategy
-# and task in its plainest layouts; these are others.
+# A layout: task, strategy, number of ranks, settings. The tests of the rendered projects cover the default layouts of
+# every strategy and task; these are additional ones.
 LAYOUTS: list[Layout] = [
     ("digits", "ddp", 4, "--parallel.static_graph true"),
     ("digits", "ddp", 2, "--parallel.find_unused_parameters true --parallel.bucket_cap_mb 0.1 --train.microbatches 2"),
@@ -36,20 +36,22 @@ LAYOUTS: list[Layout] = [
 ]
 
 
-def ranks(parallelism: str, wanted: int) -> int:
-    """Ranks to start: one process is all that data_parallel has."""
+def world_size(parallelism: str, wanted: int) -> int:
+    """Return the world size to start: 1 for data_parallel, which supports no other, or ``wanted``."""
     return 1 if parallelism == "data_parallel" else wanted
 
 
-# For each strategy, the layout on four ranks from whose checkpoint every other one goes on.
-FIRST = {
-    how: (task, how, n, more) for task, how, n, more in reversed(LAYOUTS) if task == "digits" and n == ranks(how, 4)
+# Per strategy: the layout whose checkpoint every strategy resumes. It has four ranks, or one for data_parallel.
+SAVING_LAYOUTS = {
+    strategy: (task, strategy, nproc, settings)
+    for task, strategy, nproc, settings in reversed(LAYOUTS)
+    if task == "digits" and nproc == world_size(strategy, 4)
 }
 
 
 @pytest.fixture(scope="module")
-def references(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each task, a short run in one process."""
+def reference_runs(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A short run in one process, per task."""
     runs = {task: tmp_path_factory.mktemp(task) for task in CHOICES["task"]}
     for task, folder in runs.items():
         alone(baked(task=task), "train", *SHORT, "--run.dir", folder)
@@ -57,86 +59,87 @@ def references(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def alone_losses(references: dict[str, Path]) -> list[float]:
-    """The losses of a short run with the digits, in one process."""
-    return losses(references["digits"])
+def reference_losses(reference_runs: dict[str, Path]) -> list[float]:
+    """The losses of a short run of the digits task in one process."""
+    return losses(reference_runs["digits"])
 
 
 @pytest.fixture(scope="module")
-def trained(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
-    """Make a short run of a layout, with a checkpoint in its middle, once; gives the run directory."""
+def train_layout(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
+    """A function that trains a layout once and returns its run directory, which holds a checkpoint of step 3."""
     runs: dict[Layout, Path] = {}
 
     def train(layout: Layout) -> Path:
         if layout not in runs:
             task, parallelism, nproc, settings = layout
             runs[layout] = tmp_path_factory.mktemp(parallelism)
-            words = (*settings.split(), "--checkpoint.every_steps", "3", "--run.dir", runs[layout])
-            launch(baked(parallelism=parallelism, task=task), "train", *SHORT, *words, nproc=nproc)
+            arguments = (*settings.split(), "--checkpoint.every_steps", "3", "--run.dir", runs[layout])
+            launch(baked(parallelism=parallelism, task=task), "train", *SHORT, *arguments, nproc=nproc)
         return runs[layout]
 
     return train
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(map(str, layout)))
-def test_a_layout_gives_the_result_of_one_process(
-    trained: Callable[[Layout], Path], references: dict[str, Path], layout: Layout
+def test_a_layout_matches_one_process(
+    train_layout: Callable[[Layout], Path], reference_runs: dict[str, Path], layout: Layout
 ) -> None:
-    folder, reference = trained(layout), references[layout[0]]
+    folder, reference = train_layout(layout), reference_runs[layout[0]]
     assert losses(folder) == pytest.approx(losses(reference), rel=TOLERANCE)
-    ours, expected = weights(folder), weights(reference)
-    assert ours.keys() == expected.keys()
-    assert all((ours[name] - expected[name]).norm() <= TOLERANCE * expected[name].norm() for name in ours)
+    actual, expected = weights(folder), weights(reference)
+    assert actual.keys() == expected.keys()
+    assert all((actual[name] - expected[name]).norm() <= TOLERANCE * expected[name].norm() for name in actual)
 
 
-@pytest.mark.parametrize("first", CHOICES["parallelism"])
-@pytest.mark.parametrize("then", CHOICES["parallelism"])
-def test_a_run_goes_on_under_another_strategy_and_number_of_ranks(
+@pytest.mark.parametrize("saving", CHOICES["parallelism"])
+@pytest.mark.parametrize("resuming", CHOICES["parallelism"])
+def test_a_run_resumes_with_another_strategy_and_world_size(
     baked: Bake,
-    trained: Callable[[Layout], Path],
-    alone_losses: list[float],
+    train_layout: Callable[[Layout], Path],
+    reference_losses: list[float],
     tmp_path: Path,
-    first: str,
-    then: str,
+    saving: str,
+    resuming: str,
 ) -> None:
-    half = trained(FIRST[first]) / "checkpoints" / "step-00000003.pt"
-    words = ("--run.dir", tmp_path, "--checkpoint.resume", half)
-    launch(baked(parallelism=then), "train", *SHORT, *words, nproc=ranks(then, 2))
-    assert losses(tmp_path) == pytest.approx(alone_losses[3:], rel=TOLERANCE)
+    checkpoint = train_layout(SAVING_LAYOUTS[saving]) / "checkpoints" / "step-00000003.pt"
+    arguments = ("--run.dir", tmp_path, "--checkpoint.resume", checkpoint)
+    launch(baked(parallelism=resuming), "train", *SHORT, *arguments, nproc=world_size(resuming, 2))
+    assert losses(tmp_path) == pytest.approx(reference_losses[3:], rel=TOLERANCE)
 
 
-def test_a_run_goes_on_from_sharded_checkpoints(baked: Bake, alone_losses: list[float], tmp_path: Path) -> None:
+def test_a_run_resumes_from_sharded_checkpoints(baked: Bake, reference_losses: list[float], tmp_path: Path) -> None:
     sharded = ("--checkpoint.format", "sharded", "--run.dir", tmp_path)
-    legs = {"fsdp": (2, 1), "tensor": (4, 3), "pipeline": (2, 5), "data_parallel": (1, 6)}
-    for parallelism, (nproc, steps) in legs.items():
-        words = (*SHORT, *sharded, "--train.max_steps", str(steps))
-        launch(baked(parallelism=parallelism), "train", *words, nproc=nproc)
+    segments = {"fsdp": (2, 1), "tensor": (4, 3), "pipeline": (2, 5), "data_parallel": (1, 6)}
+    for parallelism, (nproc, steps) in segments.items():
+        arguments = (*SHORT, *sharded, "--train.max_steps", str(steps))
+        launch(baked(parallelism=parallelism), "train", *arguments, nproc=nproc)
     assert checkpoints(tmp_path)[-1] == "step-00000006.dcp"
-    assert losses(tmp_path) == pytest.approx(alone_losses, rel=TOLERANCE)
+    assert losses(tmp_path) == pytest.approx(reference_losses, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("kind", "suffix", "other"), [("full", ".pt", ".dcp"), ("sharded", ".dcp", ".pt")])
-def test_a_run_goes_on_from_a_converted_checkpoint(
-    baked: Bake, plain: Path, alone_losses: list[float], tmp_path: Path, kind: str, suffix: str, other: str
+def test_a_run_resumes_from_a_converted_checkpoint(
+    baked: Bake, plain: Path, reference_losses: list[float], tmp_path: Path, kind: str, suffix: str, other: str
 ) -> None:
-    words = ("--checkpoint.format", kind, "--train.max_steps", "3", "--run.dir", tmp_path / "a")
-    alone(plain, "train", *SHORT, *words)
+    arguments = ("--checkpoint.format", kind, "--train.max_steps", "3", "--run.dir", tmp_path / "a")
+    alone(plain, "train", *SHORT, *arguments)
     saved, converted = tmp_path / "a" / "checkpoints" / f"step-00000003{suffix}", tmp_path / f"converted{other}"
     launch(plain, "convert", "--checkpoint", saved, "--output", converted)
-    for output, named in [(converted, "there already"), (tmp_path / f"again{suffix}", f"ends in {other}")]:
+    for output, message in [(converted, "exists already"), (tmp_path / f"again{suffix}", f"ends in {other}")]:
         refused = alone(plain, "convert", "--checkpoint", saved, "--output", output, expect=2)
-        assert named in refused.stderr and refused.stderr.count("\n") == 1
-    words = ("--run.dir", tmp_path / "b", "--checkpoint.resume", converted)
-    launch(baked(parallelism="fsdp"), "train", *SHORT, *words)
-    assert losses(tmp_path / "b") == pytest.approx(alone_losses[3:], rel=1e-5)
+        assert message in refused.stderr and refused.stderr.count("\n") == 1
+    arguments = ("--run.dir", tmp_path / "b", "--checkpoint.resume", converted)
+    launch(baked(parallelism="fsdp"), "train", *SHORT, *arguments)
+    assert losses(tmp_path / "b") == pytest.approx(reference_losses[3:], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_a_full_disk_is_told_in_one_line(plain: Path, tmp_path: Path, kind: str) -> None:
-    words = ["-m", "my_experiment", "train", *SHORT, "--checkpoint.format", kind, "--run.dir", str(tmp_path)]
-    limited = ("bash", "-c", 'ulimit -f 1000 && exec "$@"', "limited", sys.executable, *words)  # No file above 1 MB.
-    done = run(*limited, cwd=plain, PYTHONPATH="src", expect=2)
-    assert "File too large" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+def test_a_full_disk_is_reported_in_one_line(plain: Path, tmp_path: Path, kind: str) -> None:
+    arguments = ["-m", "my_experiment", "train", *SHORT, "--checkpoint.format", kind, "--run.dir", str(tmp_path)]
+    # No file above 1 MB.
+    command = ("bash", "-c", 'ulimit -f 1000 && exec "$@"', "limited", sys.executable, *arguments)
+    failed = run(*command, cwd=plain, PYTHONPATH="src", expect=2)
+    assert "File too large" in failed.stderr and failed.stderr.count("\n") == 1, failed.stderr
     assert not [name for name in checkpoints(tmp_path) if not name.endswith(".tmp")]
 
 
@@ -148,37 +151,38 @@ def test_a_full_disk_is_told_in_one_line(plain: Path, tmp_path: Path, kind: str)
         "--model.norm batch --train.microbatches 4 --train.clip_grad_norm null",
     ],
 )
-def test_settings_train(baked: Bake, tmp_path: Path, parallelism: str, settings: str) -> None:
+def test_a_strategy_trains_with_these_settings(baked: Bake, tmp_path: Path, parallelism: str, settings: str) -> None:
     if parallelism == "data_parallel":
-        settings = settings.replace("--train.compile true", "")  # Which it refuses, as another test sees.
-    words = (*SHORT, *settings.split(), "--run.dir", tmp_path)
-    launch(baked(parallelism=parallelism), "train", *words, nproc=ranks(parallelism, 2))
-    told = losses(tmp_path)
-    assert len(told) in (2, 6) and all(1.5 < loss < 3.5 for loss in told)
+        settings = settings.replace("--train.compile true", "")  # data_parallel refuses it.
+    arguments = (*SHORT, *settings.split(), "--run.dir", tmp_path)
+    launch(baked(parallelism=parallelism), "train", *arguments, nproc=world_size(parallelism, 2))
+    logged = losses(tmp_path)
+    assert len(logged) in (2, 6) and all(1.5 < loss < 3.5 for loss in logged)
 
 
-PLACES = {
+# Per strategy: the file and the line before which a gradient of rank 1 overflows, and how to get that gradient.
+OVERFLOWS = {
     "fsdp": ("train.py", "        norm = None\n", "gradient = next(self.parallel.module.parameters()).grad.to_local()"),
     "tensor": ("parallel.py", "        if scaler.is_enabled():\n", "gradient = self.gradients()[-2].to_local()"),
     "pipeline": ("parallel.py", "        if scaler.is_enabled():\n", "gradient = self.gradients()[0]"),
 }
 
 
-@pytest.mark.parametrize("parallelism", PLACES)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(bake: Bake, tmp_path: Path, parallelism: str) -> None:
+@pytest.mark.parametrize("parallelism", OVERFLOWS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(bake: Bake, tmp_path: Path, parallelism: str) -> None:
     broken = bake(parallelism=parallelism)
-    name, line, gradient = PLACES[parallelism]
+    name, line, gradient = OVERFLOWS[parallelism]
     fault = f"{gradient}\nif dist.get_rank() == 1 and not hasattr(self, 'planted'):\n"
     plant(broken, name, line, fault + "    self.planted = True\n    gradient.view(-1)[0] = torch.inf")
-    words = "--train.max_steps 3 --train.precision fp16 --model.depth 1".split()
-    launch(broken, "train", *SHORT, *words, "--run.dir", tmp_path)
+    arguments = "--train.max_steps 3 --train.precision fp16 --model.depth 1".split()
+    launch(broken, "train", *SHORT, *arguments, "--run.dir", tmp_path)
     state = torch.load(tmp_path / "checkpoints" / "step-00000003.pt", weights_only=True)
     assert {float(entry["step"]) for entry in state["optimizer"].values()} == {2.0}
     assert state["scaler"]["scale"] == 2.0**15
 
 
 @pytest.mark.parametrize(
-    ("answers", "nproc", "settings", "named", "fits"),
+    ("answers", "nproc", "settings", "problem", "suggestion"),
     [
         ({"parallelism": "fsdp"}, 4, "--parallel.replicas 3", "parallel.replicas", "[1, 2, 4]"),
         ({"parallelism": "fsdp"}, 2, "--model.norm batch --train.precision bf16", "model.norm", "train.precision fp32"),
@@ -210,24 +214,24 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(bake: Bake, tmp_path: Pat
         ({"parallelism": "data_parallel"}, 1, "--train.compile true", "train.compile", "leave it off"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused_in_one_line_that_says_what_would_fit(
-    baked: Bake, tmp_path: Path, answers: dict[str, Any], nproc: int, settings: str, named: str, fits: str
+def test_an_invalid_layout_is_refused_in_one_line_with_a_suggestion(
+    baked: Bake, tmp_path: Path, answers: dict[str, Any], nproc: int, settings: str, problem: str, suggestion: str
 ) -> None:
-    words = (*SHORT, *settings.split(), "--run.dir", tmp_path / "run")
-    done = run(baked(**answers) / "scripts/launch.sh", "train", *words, cwd=tmp_path, NPROC=str(nproc), expect=2)
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert named in done.stderr and fits in done.stderr, done.stderr
+    arguments = (*SHORT, *settings.split(), "--run.dir", tmp_path / "run")
+    refused = run(baked(**answers) / "scripts/launch.sh", "train", *arguments, cwd=tmp_path, NPROC=str(nproc), expect=2)
+    assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1, refused.stderr
+    assert problem in refused.stderr and suggestion in refused.stderr, refused.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_the_benchmark_tells_time_memory_and_bubble(baked: Bake, tmp_path: Path) -> None:
-    words = ("benchmark", "--train.max_steps", "3", "--distributed.device", "cpu", "--run.dir", tmp_path / "run")
-    told = json.loads(launch(baked(parallelism="pipeline"), *words).stdout.splitlines()[-1])
-    assert told["samples_per_second"] > 0 and told["world_size"] == len(told["ranks"]) == 2
-    for rank in told["ranks"]:
-        parts = rank["ms_per_step"]
-        assert 0 < parts["computing"] < parts["schedule"] <= parts["forward_backward"] < parts["whole_step"]
+def test_the_benchmark_reports_time_memory_and_bubble(baked: Bake, tmp_path: Path) -> None:
+    arguments = ("benchmark", "--train.max_steps", "3", "--distributed.device", "cpu", "--run.dir", tmp_path / "run")
+    printed = json.loads(launch(baked(parallelism="pipeline"), *arguments).stdout.splitlines()[-1])
+    assert printed["samples_per_second"] > 0 and printed["world_size"] == len(printed["ranks"]) == 2
+    for rank in printed["ranks"]:
+        times = rank["ms_per_step"]
+        assert 0 < times["computing"] < times["schedule"] <= times["forward_backward"] < times["whole_step"]
         assert rank["peak_memory_mib"] > 0
-    assert told["bubble_expected"] == pytest.approx(1 / 9, abs=1e-4)  # Two stages, eight micro-batches.
-    assert 0 < told["bubble_measured"] < 1
+    assert printed["bubble_expected"] == pytest.approx(1 / 9, abs=1e-4)  # Two stages, eight micro-batches.
+    assert 0 < printed["bubble_measured"] < 1
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""When it goes wrong: every symptom that the README's table quotes is reproduced, and is what users see."""
+"""Troubleshooting: every symptom that the README quotes is reproduced, and users see exactly this text."""
 
 from __future__ import annotations
 
@@ -21,64 +21,66 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc"),
 ]
 
-SOON = ("--distributed.timeout_seconds", "5", "--data.global_batch_size", "48")
+SHORT_TIMEOUT = ("--distributed.timeout_seconds", "5", "--data.global_batch_size", "48")
 REPRODUCED: set[str] = set()
 
 
 def reproduces(text: str) -> pytest.MarkDecorator:
-    """Mark the test that reproduces what the README quotes as ``text``; the test is given it as ``symptom``."""
+    """Return a mark for the test that reproduces a text quoted in the README, which it gets as ``symptom``."""
     REPRODUCED.add(text)
     return pytest.mark.parametrize("symptom", [text])
 
 
-def quoted(project: Path) -> set[str]:
-    """What the README's table says that one sees: all that its first column quotes."""
-    text = (project / "README.md").read_text().split("## When it goes wrong\n")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+def quoted_symptoms(project: Path) -> set[str]:
+    """Return all texts that the first column of the README's troubleshooting table quotes."""
+    table = (project / "README.md").read_text().split("## Troubleshooting\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
     assert rows and all(len(row) == 3 for row in rows), rows
-    return {quote for symptom, _, _ in rows for quote in re.findall("`(.+?)`", symptom)}
+    return {text for symptom, _, _ in rows for text in re.findall("`(.+?)`", symptom)}
 
 
-def left_over(mark: str) -> list[int]:
-    """The processes that have ``mark`` in their environment, as all have that a marked one starts."""
+def find_marked_processes(mark: str) -> list[int]:
+    """Return the ids of the processes with ``mark`` in their environment, which child processes inherit."""
     return processes(lambda environment, _: mark.encode() in environment)
 
 
-def fails(project: Path, *words: str | Path, nproc: int = 2, **environment: str) -> str:
-    """Launch what is to fail, and make sure that nothing is left of it; gives all that it told."""
+def launch_failing_run(project: Path, *arguments: str | Path, nproc: int = 2, **environment: str) -> str:
+    """Launch a run that must fail, check that it leaves no process behind, and return its output."""
     mark = f"MARK={project}"
-    done = subprocess.run(
-        [project / "scripts/launch.sh", *words],
+    result = subprocess.run(
+        [project / "scripts/launch.sh", *arguments],
         cwd=project,
         env=os.environ | {"PYTHON": sys.executable, "NPROC": str(nproc), "MARK": str(project)} | environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode not in (0, 124), done.stdout
-    assert left_over(mark) == []
-    return done.stdout + done.stderr
+    assert result.returncode not in (0, 124), result.stdout
+    assert find_marked_processes(mark) == []
+    return result.stdout + result.stderr
 
 
 def train_with_fault(project: Path, fault: str, nproc: int) -> str:
-    """Train with a fault in the fourth step of rank 1; gives the one line in which another rank tells of it."""
-    rank_1 = f"if progress.step == 3 and self.world.rank == 1:\n    {fault}"
-    plant(project, "train.py", "        loss, norm = self.step(inputs, targets)\n", rank_1)
-    told = fails(project, "train", *SHORT, *SOON, "--run.dir", project / "run", nproc=nproc, STOP_SECONDS="8")
+    """Train with a fault in step 4 of rank 1, check that one other rank reports it, and return the output."""
+    planted = f"if progress.step == 3 and self.process.rank == 1:\n    {fault}"
+    plant(project, "train.py", "        loss, norm = self.step(inputs, targets)\n", planted)
+    output = launch_failing_run(
+        project, "train", *SHORT, *SHORT_TIMEOUT, "--run.dir", project / "run", nproc=nproc, STOP_SECONDS="8"
+    )
     assert len(records(project / "run", "train")) == 3
-    lines = [line for line in told.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and lines[0].startswith("error: after step 3, "), told
-    assert "See 'When it goes wrong' in README.md" in lines[0]
-    return told
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: after step 3, "), output
+    assert "See 'Troubleshooting' in README.md" in lines[0]
+    return output
 
 
-SILENT = {  # Faults after which a rank says nothing, and what the launcher says of them.
+SILENT_FAULTS = {  # The code of faults after which a rank reports nothing, and what each launcher prints.
     "hangs": ("__import__('time').sleep(1000)", {"torchrun": "SIGKILL", "spawn": ""}),
     "killed": ("__import__('os').kill(__import__('os').getpid(), 9)", {"torchrun": "SIGKILL", "spawn": "SIGKILL"}),
 }
 
 
-@reproduces("no word from rank")
+@reproduces("no report from rank")
 @pytest.mark.parametrize(
     ("fault", "parallelism", "launcher", "nproc"),
     [
@@ -88,54 +90,55 @@ SILENT = {  # Faults after which a rank says nothing, and what the launcher says
         ("killed", "tensor", "spawn", 2),
     ],
 )
-def test_a_rank_that_is_lost_is_named(
+def test_the_error_names_a_rank_that_hangs_or_is_killed(
     bake: Bake, symptom: str, fault: str, parallelism: str, launcher: str, nproc: int
 ) -> None:
     project = bake(parallelism=parallelism, launcher=launcher)
-    code, seen = SILENT[fault]
-    told = train_with_fault(project, code, nproc)
-    assert symptom in quoted(project)
-    assert re.search(rf"{symptom} 1: .*; rank 0 waited at \w+\.py:\d+, \w+", told), told
-    assert seen[launcher] in told
+    code, launcher_output = SILENT_FAULTS[fault]
+    output = train_with_fault(project, code, nproc)
+    assert symptom in quoted_symptoms(project)
+    assert re.search(rf"{symptom} 1: .*; rank 0 waited at [\w/]+\.py:\d+, \w+", output), output
+    assert launcher_output[launcher] in output
 
 
 @reproduces("failed at")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_a_rank_that_fails_is_named_by_the_others(bake: Bake, symptom: str, launcher: str) -> None:
+def test_the_error_of_a_waiting_rank_names_the_failed_rank(bake: Bake, symptom: str, launcher: str) -> None:
     project = bake(parallelism="model_parallel", launcher=launcher)
-    told = train_with_fault(project, "raise ZeroDivisionError('planted')", nproc=2)
-    assert symptom in quoted(project)
-    assert re.search(rf"rank 1 {symptom} train\.py:\d+, advance: ZeroDivisionError: planted", told), told
-    assert "Traceback" in told
+    output = train_with_fault(project, "raise ZeroDivisionError('planted')", nproc=2)
+    assert symptom in quoted_symptoms(project)
+    assert re.search(rf"rank 1 {symptom} train\.py:\d+, run_step: ZeroDivisionError: planted", output), output
+    assert "Traceback" in output
 
 
 @reproduces("Is there a distributed collective mismatch in your code?")
-def test_a_rank_in_another_collective_is_named(bake: Bake, symptom: str) -> None:
+def test_ranks_in_different_collectives_report_the_mismatch(bake: Bake, symptom: str) -> None:
     project = bake()
-    told = train_with_fault(project, "dist.all_reduce(torch.ones(1))", nproc=2)
-    assert symptom in quoted(project) and symptom in told
-    assert "rank 0 waited at parallel.py" in told or "rank 1 waited at train.py" in told
+    output = train_with_fault(project, "dist.all_reduce(torch.ones(1))", nproc=2)
+    assert symptom in quoted_symptoms(project) and symptom in output
+    assert "rank 0 waited at parallel.py" in output or "rank 1 waited at train.py" in output
 
 
-SPARE = "        self.linear = nn.Linear(width, CLASSES)\n", "self.spare = nn.GroupNorm(1, 1)"
+# Arguments of plant(): a layer that the forward pass does not use.
+UNUSED_LAYER = "        self.linear = nn.Linear(width, CLASSES)\n", "self.spare = nn.GroupNorm(1, 1)"
 
 
 @reproduces("the loss does not depend on")
 @pytest.mark.parametrize("parallelism", ["ddp", "model_parallel"])
-def test_a_parameter_without_a_gradient_is_named(bake: Bake, symptom: str, parallelism: str) -> None:
+def test_the_error_names_parameters_without_a_gradient(bake: Bake, symptom: str, parallelism: str) -> None:
     project = bake(parallelism=parallelism, launcher="spawn")
-    plant(project, "model.py", *SPARE)
-    told = fails(project, "train", *SHORT, "--run.dir", project / "run")
-    assert symptom in quoted(project)
-    lines = [line for line in told.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and f"{symptom} head.spare.weight, head.spare.bias:" in lines[0], told
-    assert "--parallel.find_unused_parameters true" in lines[0] and "Traceback" not in told
+    plant(project, "model.py", *UNUSED_LAYER)
+    output = launch_failing_run(project, "train", *SHORT, "--run.dir", project / "run")
+    assert symptom in quoted_symptoms(project)
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and f"{symptom} head.spare.weight, head.spare.bias:" in lines[0], output
+    assert "--parallel.find_unused_parameters true" in lines[0] and "Traceback" not in output
 
 
 @reproduces("Expected to have finished reduction in the prior iteration")
-def test_a_parameter_that_loses_its_gradient_later(bake: Bake, symptom: str) -> None:
+def test_a_parameter_without_a_gradient_in_later_steps_needs_find_unused_parameters(bake: Bake, symptom: str) -> None:
     project = bake()
-    plant(project, "model.py", *SPARE)
+    plant(project, "model.py", *UNUSED_LAYER)
     plant(
         project,
         "model.py",
@@ -143,136 +146,140 @@ def test_a_parameter_that_loses_its_gradient_later(bake: Bake, symptom: str) -> 
         "self.calls = getattr(self, 'calls', 0) + 1\n"
         "if self.calls < 3:\n    features = features + self.spare.weight + self.spare.bias",
     )
-    assert symptom in quoted(project)
-    words = ("train", *SHORT, "--run.dir", project / "run")
-    assert symptom in alone(project, *words, expect=1).stderr
-    alone(project, *words, "--parallel.find_unused_parameters", "true")
+    assert symptom in quoted_symptoms(project)
+    arguments = ("train", *SHORT, "--run.dir", project / "run")
+    assert symptom in alone(project, *arguments, expect=1).stderr
+    alone(project, *arguments, "--parallel.find_unused_parameters", "true")
 
 
 @pytest.fixture(scope="module")
-def sound(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a short run in one process, of a model without a fault."""
-    folder = tmp_path_factory.mktemp("sound")
+def expected_losses(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a short run in one process, with an unchanged model."""
+    folder = tmp_path_factory.mktemp("expected")
     alone(plain, "train", *SHORT, "--run.dir", folder)
     return losses(folder)
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "words"),
+    ("parallelism", "arguments"),
     [("ddp", "--parallel.find_unused_parameters true"), ("fsdp", "--checkpoint.format sharded"), ("tensor", "")],
 )
-def test_parameters_without_a_gradient_change_no_result(
-    bake: Bake, sound: list[float], parallelism: str, words: str, tmp_path: Path
+def test_parameters_without_a_gradient_do_not_change_the_losses(
+    bake: Bake, expected_losses: list[float], parallelism: str, arguments: str, tmp_path: Path
 ) -> None:
     project = bake(parallelism=parallelism)
-    plant(project, "model.py", *SPARE)
-    for steps in ("3", "6"):  # The second start goes on from what the first one saved.
-        launch(project, "train", *SHORT, *words.split(), "--train.max_steps", steps, "--run.dir", tmp_path)
-    assert len(sound) == 6 and losses(tmp_path) == pytest.approx(sound, rel=1e-5)
+    plant(project, "model.py", *UNUSED_LAYER)
+    for steps in ("3", "6"):  # The second run resumes from the checkpoint of the first.
+        launch(project, "train", *SHORT, *arguments.split(), "--train.max_steps", steps, "--run.dir", tmp_path)
+    assert len(expected_losses) == 6 and losses(tmp_path) == pytest.approx(expected_losses, rel=1e-5)
 
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port at which another program listens."""
+    """A port that another program uses."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 @reproduces("port in use on this machine")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_a_port_in_use_is_refused_in_one_line(
+def test_a_port_in_use_is_reported_in_one_line(
     baked: Bake, symptom: str, launcher: str, taken_port: int, tmp_path: Path
 ) -> None:
     project = baked(launcher=launcher)
-    words, place = ("train", *SHORT, "--run.dir", tmp_path / "run"), f"tcp://127.0.0.1:{taken_port}"
+    arguments, rendezvous = ("train", *SHORT, "--run.dir", tmp_path / "run"), f"tcp://127.0.0.1:{taken_port}"
     nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": str(taken_port)}
-    by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken_port)}
-    refused = {
-        "--distributed.init_method": launch(project, *words, "--distributed.init_method", place, expect=2),
-        "PORT": run(project / "scripts/multinode.sh", *words, cwd=project, expect=2, **nodes),
-        "MASTER_PORT": alone(project, *words, expect=2, **by_hand),
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken_port)}
+    results = {
+        "--distributed.init_method": launch(project, *arguments, "--distributed.init_method", rendezvous, expect=2),
+        "PORT": run(project / "scripts/multinode.sh", *arguments, cwd=project, expect=2, **nodes),
+        "MASTER_PORT": alone(project, *arguments, expect=2, **environment),
     }
-    assert symptom in quoted(project)
-    for setting, done in refused.items():
-        assert done.stderr.startswith(f"error: {symptom}: ") and done.stderr.count("\n") == 1, done.stderr
-        assert str(taken_port) in done.stderr and setting in done.stderr
+    assert symptom in quoted_symptoms(project)
+    for setting, result in results.items():
+        assert result.stderr.startswith(f"error: {symptom}: ") and result.stderr.count("\n") == 1, result.stderr
+        assert str(taken_port) in result.stderr and setting in result.stderr
     assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
 def free_port(taken_port: int) -> str:
-    """A port at which nobody listens."""
+    """A port that is not in use."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])
 
 
-WAIT_SHORTLY = ("--distributed.startup_timeout_seconds", "5")
+SHORT_STARTUP_TIMEOUT = ("--distributed.startup_timeout_seconds", "5")
 
 
-@reproduces("did not meet the other")
-def test_a_rank_that_never_comes(baked: Bake, symptom: str, free_port: str, tmp_path: Path) -> None:
-    words = ("train", *SHORT, *WAIT_SHORTLY, "--run.dir", tmp_path / "run")
-    by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
-    done = alone(baked(), *words, expect=2, **by_hand)
-    assert symptom in quoted(baked())
-    assert done.stderr.startswith("error: rank 0 ") and symptom in done.stderr and done.stderr.count("\n") == 1
+@reproduces("did not reach the other")
+def test_a_rank_that_never_starts_is_reported(baked: Bake, symptom: str, free_port: str, tmp_path: Path) -> None:
+    arguments = ("train", *SHORT, *SHORT_STARTUP_TIMEOUT, "--run.dir", tmp_path / "run")
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    result = alone(baked(), *arguments, expect=2, **environment)
+    assert symptom in quoted_symptoms(baked())
+    assert result.stderr.startswith("error: rank 0 ") and symptom in result.stderr and result.stderr.count("\n") == 1
 
 
 @reproduces("clients joined")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_a_machine_that_never_comes(baked: Bake, symptom: str, launcher: str, free_port: str, tmp_path: Path) -> None:
+def test_a_machine_that_never_starts_is_reported(
+    baked: Bake, symptom: str, launcher: str, free_port: str, tmp_path: Path
+) -> None:
     project = baked(launcher=launcher)
-    words = ("train", *SHORT, *WAIT_SHORTLY, "--run.dir", tmp_path / "run")
+    arguments = ("train", *SHORT, *SHORT_STARTUP_TIMEOUT, "--run.dir", tmp_path / "run")
     nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": free_port, "NPROC": "1"}
-    torchrun = launcher == "torchrun"  # Waits itself for the other machines.
-    done = run(project / "scripts/multinode.sh", *words, cwd=project, expect=1 if torchrun else 2, **nodes)
-    told = done.stderr.splitlines()[-1]
-    assert (symptom in quoted(project)) == torchrun
-    assert (symptom if torchrun else "did not meet the other") in told, done.stderr
+    torchrun = launcher == "torchrun"  # torchrun itself waits for the other machines.
+    result = run(project / "scripts/multinode.sh", *arguments, cwd=project, expect=1 if torchrun else 2, **nodes)
+    last_line = result.stderr.splitlines()[-1]
+    assert (symptom in quoted_symptoms(project)) == torchrun
+    assert (symptom if torchrun else "did not reach the other") in last_line, result.stderr
     assert not (tmp_path / "run").exists()
 
 
 @reproduces("unable to allocate shared memory")
 @pytest.mark.parametrize("docker", [False, True])
-def test_a_small_dev_shm(baked: Bake, symptom: str, docker: bool, tmp_path: Path) -> None:
-    allowed = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True)
-    if allowed.returncode:
-        pytest.skip(f"no /dev/shm of its own for a test: {allowed.stderr.decode().strip()}")
+def test_too_little_shared_memory_is_reported(baked: Bake, symptom: str, docker: bool, tmp_path: Path) -> None:
+    mounted = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a separate /dev/shm for this test: {mounted.stderr.decode().strip()}")
     project = baked(docker=docker)
-    assert symptom in quoted(project)
-    small = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "small")
-    words = ("-m", "my_experiment", "train", *SHORT, "--run.dir", tmp_path, "--data.num_workers", "1")
-    done = run(*small, sys.executable, *words, cwd=project, PYTHONPATH="src", expect=1)
-    assert symptom in done.stderr
+    assert symptom in quoted_symptoms(project)
+    with_small_shm = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "small")
+    arguments = ("-m", "my_experiment", "train", *SHORT, "--run.dir", tmp_path, "--data.num_workers", "1")
+    result = run(*with_small_shm, sys.executable, *arguments, cwd=project, PYTHONPATH="src", expect=1)
+    assert symptom in result.stderr
 
 
 @reproduces("is in use by another run")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_what_is_left_over_is_found_and_ends(bake: Bake, symptom: str, launcher: str) -> None:
+def test_pgrep_lists_a_run_until_its_launcher_is_killed(bake: Bake, symptom: str, launcher: str) -> None:
+    """While the run is listed, another run cannot use its directory."""
     project = bake(launcher=launcher)
-    command = next(iter(re.findall(r"`(pgrep [^`]+)`", (project / "README.md").read_text())))
+    pgrep = next(iter(re.findall(r"`(pgrep [^`]+)`", (project / "README.md").read_text())))
     (project / ".venv").symlink_to(Path(shutil.which("pytest", path=str(Path(sys.executable).parent)) or "").parents[1])
-    words = ["train", *SHORT, "--train.max_steps", "1000000", "--train.epochs", "100000", "--run.dir", "run"]
+    arguments = ["train", *SHORT, "--train.max_steps", "1000000", "--train.epochs", "100000", "--run.dir", "run"]
     environment = os.environ | {"NPROC": "2"}
     launcher_process = subprocess.Popen(
-        [project / "scripts/launch.sh", *words, "--data.num_workers", "1"],
+        [project / "scripts/launch.sh", *arguments, "--data.num_workers", "1"],
         cwd=project,
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
 
-    def listed() -> list[int]:
-        """What the README's command finds of this project."""
-        lines = subprocess.run(command.split(), capture_output=True, text=True).stdout.splitlines()
+    def list_pids() -> list[int]:
+        """Return the ids of this project's processes that the README's command lists."""
+        lines = subprocess.run(pgrep.split(), capture_output=True, text=True).stdout.splitlines()
         return [int(line.split()[0]) for line in lines if str(project) in line]
 
     try:
         folder = project / "run"
-        wait_until(lambda: (folder / "metrics.jsonl").exists() and records(folder, "train"), "it trains", 120)
-        assert launcher_process.pid in listed() and len(listed()) >= 5  # Two ranks, and a loader process of each.
+        wait_until(lambda: (folder / "metrics.jsonl").exists() and records(folder, "train"), "training started", 120)
+        # The launcher, two ranks, and a loader process per rank.
+        assert launcher_process.pid in list_pids() and len(list_pids()) >= 5
         second = subprocess.run(
-            [project / ".venv/bin/python", "-m", "my_experiment", *words],
+            [project / ".venv/bin/python", "-m", "my_experiment", *arguments],
             cwd=project,
             env=environment | {"PYTHONPATH": "src"},
             capture_output=True,
@@ -280,18 +287,18 @@ def test_what_is_left_over_is_found_and_ends(bake: Bake, symptom: str, launcher:
             timeout=300,
         )
         assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
-        assert symptom in second.stderr and symptom in quoted(project)
+        assert symptom in second.stderr and symptom in quoted_symptoms(project)
     finally:
         launcher_process.send_signal(signal.SIGKILL)
         launcher_process.wait()
     try:
-        wait_until(lambda: listed() == [], "nothing is left", 120)
-    finally:  # Not even where the test has failed.
-        for pid in listed():
+        wait_until(lambda: list_pids() == [], "no process is left", 120)
+    finally:  # Leave no process behind if the test fails.
+        for pid in list_pids():
             os.kill(pid, signal.SIGKILL)
 
 
-def test_every_row_of_the_table_is_reproduced(baked: Bake) -> None:
+def test_every_quoted_symptom_is_reproduced(baked: Bake) -> None:
     projects = [
         baked(**answers)
         for answers in (
@@ -302,4 +309,4 @@ def test_every_row_of_the_table_is_reproduced(baked: Bake) -> None:
             {"parallelism": "data_parallel"},
         )
     ]
-    assert set().union(*(quoted(project) for project in projects)) == REPRODUCED
+    assert set().union(*(quoted_symptoms(project) for project in projects)) == REPRODUCED

@@ -1,4 +1,4 @@
-"""Rendered projects train for real, through the launcher that they ship: what a run leaves, and how it goes on."""
+"""Training in rendered projects, started with their launcher: the files of a run, resuming, and failures."""
 
 from __future__ import annotations
 
@@ -37,101 +37,101 @@ VARIANTS = [
     {"parallelism": "pipeline", "task": "language", "launcher": "spawn", "tracker": "tensorboard"},
 ]
 for question in ("task", "launcher", "tracker"):
-    assert {variant[question] for variant in VARIANTS} == set(CHOICES[question]), f"a {question} is not trained"
+    assert {variant[question] for variant in VARIANTS} == set(CHOICES[question]), f"a {question} has no variant"
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: "-".join(variant.values()))
 def project(request: pytest.FixtureRequest, baked: Bake) -> Path:
-    """Projects that have every task, every launcher and every tracker among them."""
+    """A project per variant; together they cover every task, launcher and tracker."""
     return baked(**request.param)
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+def assert_same_weights(actual_run: Path, expected_run: Path) -> None:
+    actual, expected = weights(actual_run), weights(expected_run)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 @pytest.fixture(scope="module")
-def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 25 steps on two ranks."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     launch(project, "train", *LONGER, "--run.dir", folder)
     return folder
 
 
-def test_a_run_leaves_what_it_should(project: Path, finished: Path) -> None:
-    told = [(record["step"], record["epoch"]) for record in records(finished, "train")]
-    assert told == [(5, 0), (10, 0), (15, 0), (20, 0), (25, 1)]
-    assert all(record.keys() >= {"loss", "lr", "grad_norm"} for record in records(finished, "train"))
-    evaluations = records(finished, "eval")
-    assert [(e["step"], e["split"], e["num_samples"]) for e in evaluations] == [
+def test_a_run_writes_metrics_checkpoints_and_provenance(project: Path, finished_run: Path) -> None:
+    logged = [(record["step"], record["epoch"]) for record in records(finished_run, "train")]
+    assert logged == [(5, 0), (10, 0), (15, 0), (20, 0), (25, 1)]
+    assert all(record.keys() >= {"loss", "lr", "grad_norm"} for record in records(finished_run, "train"))
+    evaluations = records(finished_run, "eval")
+    assert [(record["step"], record["split"], record["num_samples"]) for record in evaluations] == [
         (step, "test", SAMPLES[task_of(project)]) for step in (10, 20, 25)
     ]
-    best = max(evaluations, key=lambda e: e.get("accuracy", -e["loss"]))["step"]
-    assert checkpoints(finished) == [f"step-{step:08d}.pt" for step in sorted({best, 20, 25})]
-    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+    best = max(evaluations, key=lambda record: record.get("accuracy", -record["loss"]))["step"]
+    assert checkpoints(finished_run) == [f"step-{step:08d}.pt" for step in sorted({best, 20, 25})]
+    assert (finished_run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    origin = json.loads((finished / "provenance.json").read_text())
-    assert origin["world_size"] == 2
-    assert origin["packages"]["torch"] == torch.__version__
-    assert "train" in origin["command"] and str(finished) in origin["command"]
-    assert origin["template"]["launcher"] in project.joinpath("pyproject.toml").read_text()
-    assert {"git_commit", "git_dirty", "host", "python", "time"} <= origin.keys()
+    provenance = json.loads((finished_run / "provenance.json").read_text())
+    assert provenance["world_size"] == 2
+    assert provenance["packages"]["torch"] == torch.__version__
+    assert "train" in provenance["command"] and str(finished_run) in provenance["command"]
+    assert provenance["template"]["launcher"] in project.joinpath("pyproject.toml").read_text()
+    assert {"git_commit", "git_dirty", "host", "python", "time"} <= provenance.keys()
 
 
-def test_tensorboard_reads_what_a_run_wrote(project: Path, finished: Path) -> None:
-    if (finished / "tensorboard").exists():
-        board = EventAccumulator(str(finished / "tensorboard")).Reload()
-        losses = {event.step: event.value for event in board.Scalars("train/loss")}
-        assert losses == pytest.approx({r["step"]: r["loss"] for r in records(finished, "train")})
+def test_tensorboard_shows_the_logged_metrics(project: Path, finished_run: Path) -> None:
+    if (finished_run / "tensorboard").exists():
+        events = EventAccumulator(str(finished_run / "tensorboard")).Reload()
+        shown = {event.step: event.value for event in events.Scalars("train/loss")}
+        assert shown == pytest.approx({record["step"]: record["loss"] for record in records(finished_run, "train")})
         metric = METRIC[task_of(project)]
-        values = [event.value for event in board.Scalars(f"test/{metric}")]
-        assert values == pytest.approx([r[metric] for r in records(finished, "eval")])
+        values = [event.value for event in events.Scalars(f"test/{metric}")]
+        assert values == pytest.approx([record[metric] for record in records(finished_run, "eval")])
     else:
         assert "tensorboard" not in (project / "pyproject.toml").read_text().split("[tool.ddp-template]")[0]
 
 
-def test_a_run_with_the_settings_of_another_stops_and_goes_on_as_that_one(
-    project: Path, finished: Path, tmp_path: Path
+def test_a_resumed_run_with_a_saved_config_matches_the_original_run(
+    project: Path, finished_run: Path, tmp_path: Path
 ) -> None:
-    words = ("train", "--config", finished / "config.yaml", "--run.dir", tmp_path)
-    launch(project, *words, "--train.max_steps", "13")
-    again = launch(project, *words)
-    assert "step 13 of 25" in again.stdout
-    assert_same_weights(tmp_path, finished)
-    assert losses(tmp_path)[-2:] == losses(finished)[-2:]
-    settings = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (finished, tmp_path)]
+    arguments = ("train", "--config", finished_run / "config.yaml", "--run.dir", tmp_path)
+    launch(project, *arguments, "--train.max_steps", "13")
+    resumed = launch(project, *arguments)
+    assert "step 13 of 25" in resumed.stdout
+    assert_same_weights(tmp_path, finished_run)
+    assert losses(tmp_path)[-2:] == losses(finished_run)[-2:]
+    settings = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (finished_run, tmp_path)]
     assert settings[0].pop("run").pop("seed") == settings[1].pop("run").pop("seed")
     assert settings[0] == settings[1]
     assert len(json.loads((tmp_path / "provenance.json").read_text())["earlier"]) == 1
 
 
-def test_a_finished_run_is_left_as_it_is(project: Path, finished: Path) -> None:
-    before = (finished / "metrics.jsonl").read_text(), checkpoints(finished)
-    done = launch(project, "train", *LONGER, "--run.dir", finished)
-    assert "step 25 of 25" in done.stdout
-    assert before == ((finished / "metrics.jsonl").read_text(), checkpoints(finished))
+def test_repeating_the_command_does_not_change_a_finished_run(project: Path, finished_run: Path) -> None:
+    before = (finished_run / "metrics.jsonl").read_text(), checkpoints(finished_run)
+    repeated = launch(project, "train", *LONGER, "--run.dir", finished_run)
+    assert "step 25 of 25" in repeated.stdout
+    assert before == ((finished_run / "metrics.jsonl").read_text(), checkpoints(finished_run))
 
 
-def test_evaluate_tells_the_figures(project: Path, finished: Path, tmp_path: Path) -> None:
-    words = ("evaluate", "--checkpoint", finished / "checkpoints" / "step-00000025.pt")
-    record = json.loads(launch(project, *words, "--run.dir", tmp_path / "new", nproc=3).stdout.splitlines()[-1])
+def test_evaluate_reports_the_same_metrics_as_the_run(project: Path, finished_run: Path, tmp_path: Path) -> None:
+    arguments = ("evaluate", "--checkpoint", finished_run / "checkpoints" / "step-00000025.pt")
+    record = json.loads(launch(project, *arguments, "--run.dir", tmp_path / "new", nproc=3).stdout.splitlines()[-1])
     assert records(tmp_path / "new", "eval") == [record]
-    expected = records(finished, "eval")[-1]
+    expected = records(finished_run, "eval")[-1]
     assert record.keys() == expected.keys()
     assert record["num_samples"] == SAMPLES[task_of(project)]
     assert record.get("accuracy") == expected.get("accuracy")
     assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_resume_refuses_what_would_mix_two_runs(plain: Path, sound: Path, tmp_path: Path) -> None:
-    shutil.copytree(sound, tmp_path / "a")
+def test_a_run_directory_refuses_a_different_run(plain: Path, saved_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_run, tmp_path / "a")
     never = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", "never", expect=2)
     assert "checkpoint.resume is never" in never.stderr and never.stderr.count("\n") == 1
     alone(plain, "train", *SHORT, "--run.dir", tmp_path / "b", "--run.seed", "1")
-    start = tmp_path / "b" / "checkpoints" / "step-00000006.pt"
-    mixed = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", start, expect=2)
+    checkpoint = tmp_path / "b" / "checkpoints" / "step-00000006.pt"
+    mixed = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", checkpoint, expect=2)
     assert "give another run.dir" in mixed.stderr and mixed.stderr.count("\n") == 1
     settings = (tmp_path / "a" / "config.yaml").read_text()
     wider = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--model.width", "64", expect=2)
@@ -139,21 +139,21 @@ def test_resume_refuses_what_would_mix_two_runs(plain: Path, sound: Path, tmp_pa
     assert (tmp_path / "a" / "config.yaml").read_text() == settings
 
 
-def cut_short(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def alter(path: Path) -> None:
-    """Flip one bit of the largest part, which the format alone would not show."""
+def flip_bit(path: Path) -> None:
+    """Flip one bit of the largest record, which leaves the structure of the archive intact."""
     with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda part: part.file_size)
+        largest = max(archive.infolist(), key=lambda record: record.file_size)
     content = bytearray(path.read_bytes())
     content[largest.header_offset + 200 + largest.file_size // 2] ^= 1
     path.write_bytes(content)
 
 
 class Attack:
-    """Would make a file beside the checkpoint, if loading ran it."""
+    """Creates a directory next to the checkpoint if it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -162,48 +162,48 @@ class Attack:
         return os.mkdir, (str(self.target),)
 
 
-def craft(path: Path) -> None:
+def insert_code(path: Path) -> None:
     torch.save({"format": 1, "model": Attack(path.parent / "hacked")}, path)
 
 
-def replace(path: Path) -> None:
+def write_plain_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps({"format": 1}))
 
 
 @pytest.fixture(scope="module")
-def sound(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_run(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 3 and 6."""
-    folder = tmp_path_factory.mktemp("sound")
+    folder = tmp_path_factory.mktemp("saved_run")
     alone(plain, "train", *SHORT, "--checkpoint.every_steps", "3", "--run.dir", folder)
     return folder
 
 
-@pytest.mark.parametrize("damage", [cut_short, alter, craft, replace])
-def test_a_damaged_checkpoint_is_refused(
-    plain: Path, sound: Path, tmp_path: Path, damage: Callable[[Path], None]
+@pytest.mark.parametrize("damage", [truncate, flip_bit, insert_code, write_plain_pickle])
+def test_a_damaged_checkpoint_is_refused_and_the_previous_one_is_resumed(
+    plain: Path, saved_run: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved_run, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "checkpoints" / "step-00000006.pt"
     damage(newest)
     refused = alone(plain, "evaluate", "--checkpoint", newest, expect=2)
     assert str(newest) in refused.stderr and refused.stderr.count("\n") == 1
-    done = alone(plain, "train", *SHORT, "--run.dir", tmp_path)
-    assert "going on from the one before" in done.stderr and "step 3 of 6" in done.stdout
+    resumed = alone(plain, "train", *SHORT, "--run.dir", tmp_path)
+    assert "resuming from the one before" in resumed.stderr and "step 3 of 6" in resumed.stdout
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
     assert not (tmp_path / "checkpoints" / "hacked").exists()
 
 
 @pytest.mark.parametrize("method", ["file", "tcp"])
-def test_ranks_meet_where_they_are_told(plain: Path, tmp_path: Path, method: str) -> None:
+def test_init_method_sets_the_rendezvous(plain: Path, tmp_path: Path, method: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = f"file://{tmp_path}/meet" if method == "file" else f"tcp://127.0.0.1:{port}"
-    launch(plain, "train", *SHORT, "--run.dir", tmp_path / "run", "--distributed.init_method", place)
+    init_method = f"file://{tmp_path}/meet" if method == "file" else f"tcp://127.0.0.1:{port}"
+    launch(plain, "train", *SHORT, "--run.dir", tmp_path / "run", "--distributed.init_method", init_method)
     assert len(records(tmp_path / "run", "train")) == 6
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "problem"),
     [
         ("--parallel.static_graph true --train.microbatches 2", "parallel.static_graph"),
         ("--run.seed 4294967296", "run.seed"),
@@ -216,58 +216,58 @@ def test_ranks_meet_where_they_are_told(plain: Path, tmp_path: Path, method: str
         ("--run.dir /proc/nowhere", "/proc/nowhere"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(plain: Path, tmp_path: Path, settings: str, named: str) -> None:
-    done = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", *settings.split(), expect=2)
-    assert named in done.stderr and done.stderr.count("\n") == 1, done.stderr
+def test_an_invalid_setting_is_refused_in_one_line(plain: Path, tmp_path: Path, settings: str, problem: str) -> None:
+    refused = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", *settings.split(), expect=2)
+    assert problem in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
 
 
-def start(project: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
-    """A run of many steps, in the background, when it has done its first ones."""
+def start_training(project: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a run in the background, wait for its first logged step, and return its launcher."""
     launcher = subprocess.Popen(
-        [project / "scripts/launch.sh", "train", "--train.log_every", "1", "--run.dir", folder, *words],
+        [project / "scripts/launch.sh", "train", "--train.log_every", "1", "--run.dir", folder, *arguments],
         cwd=project,
         env=os.environ | {"PYTHON": sys.executable, "NPROC": "2"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    give_up = time.monotonic() + 120
+    deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").exists() or not records(folder, "train"):
-        assert launcher.poll() is None and time.monotonic() < give_up, launcher.communicate()[0]
+        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[0]
         time.sleep(0.05)
     return launcher
 
 
-def ranks_of(folder: Path) -> list[int]:
-    """The process ids of the ranks that were started for ``folder``."""
-    return processes(lambda environment, words: b"\0LOCAL_RANK=" in environment and str(folder).encode() in words)
+def find_ranks(folder: Path) -> list[int]:
+    """Return the process ids of the ranks whose run directory is ``folder``."""
+    return processes(lambda environment, command: b"\0LOCAL_RANK=" in environment and str(folder).encode() in command)
 
 
-def test_a_rank_that_falls_behind_ends_the_job(bake: Bake, tmp_path: Path) -> None:
-    """Within the timeout, also where the others wait for it in groups that are not of all ranks: those of a mesh."""
+def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
+    """The timeout also applies to the process groups of a device mesh, which contain only some of the ranks."""
     broken = bake(parallelism="tensor")
-    fault = "if self.world.rank == 1 and self.progress.step == 2:\n    time.sleep(100_000)"
+    fault = "if self.process.rank == 1 and self.progress.step == 2:\n    time.sleep(100_000)"
     plant(broken, "train.py", "        device, clip = ", fault)
-    words = ["train", *SHORT, "--parallel.replicas", "2", "--distributed.timeout_seconds", "5", "--run.dir", tmp_path]
-    done = launch(broken, *words, nproc=4, expect=1, STOP_SECONDS="1")
-    assert "timed out" in done.stderr.lower()
+    command = ["train", *SHORT, "--parallel.replicas", "2", "--distributed.timeout_seconds", "5", "--run.dir", tmp_path]
+    failed = launch(broken, *command, nproc=4, expect=1, STOP_SECONDS="1")
+    assert "timed out" in failed.stderr.lower()
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
-def test_a_run_directory_has_one_run(plain: Path, tmp_path: Path) -> None:
-    launcher = start(plain, tmp_path / "run", "--train.epochs", "1000", "--distributed.device", "cpu")
+def test_a_run_directory_in_use_is_refused(plain: Path, tmp_path: Path) -> None:
+    launcher = start_training(plain, tmp_path / "run", "--train.epochs", "1000", "--distributed.device", "cpu")
     second = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", expect=2)
     assert "in use by another run" in second.stderr and second.stderr.count("\n") == 1
     launcher.kill()
     launcher.communicate()
-    wait_until(lambda: not ranks_of(tmp_path / "run"), "the ranks have ended with their launcher", 10)
+    wait_until(lambda: not find_ranks(tmp_path / "run"), "the ranks end with their launcher", 10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
-def test_loader_processes_that_still_start_end_with_their_rank(plain: Path, tmp_path: Path) -> None:
+def test_loader_processes_end_with_their_rank_even_while_starting(plain: Path, tmp_path: Path) -> None:
     def loaders() -> list[int]:
-        return processes(lambda environment, words: mark.encode() in environment and b"spawn_main" in words)
+        return processes(lambda environment, command: mark.encode() in environment and b"spawn_main" in command)
 
     mark = f"MARK={tmp_path}"
     launcher = subprocess.Popen(
@@ -283,27 +283,29 @@ def test_loader_processes_that_still_start_end_with_their_rank(plain: Path, tmp_
         launcher.kill()
         launcher.wait()
     try:
-        wait_until(lambda: not loaders(), "the loader processes have ended with their rank", 30)
+        wait_until(lambda: not loaders(), "the loader processes end with their rank", 30)
     finally:
         for process in loaders():
             os.kill(process, signal.SIGKILL)
 
 
-def test_a_spawned_rank_that_fails_tells_why(bake: Bake, tmp_path: Path) -> None:
+def test_a_failed_rank_under_spawn_reports_its_exception(bake: Bake, tmp_path: Path) -> None:
     broken = bake(launcher="spawn")
-    fault = "if self.world.rank == 1:\n    raise ZeroDivisionError('planted')"
+    fault = "if self.process.rank == 1:\n    raise ZeroDivisionError('planted')"
     plant(broken, "train.py", "        device, clip = ", fault)
-    done = launch(broken, "train", *SHORT, "--run.dir", tmp_path, expect=1)
-    assert "ZeroDivisionError: planted" in done.stderr and "Process 1 terminated" in done.stderr
+    failed = launch(broken, "train", *SHORT, "--run.dir", tmp_path, expect=1)
+    assert "ZeroDivisionError: planted" in failed.stderr and "Process 1 terminated" in failed.stderr
 
 
 def test_a_terminal_shows_a_progress_bar(plain: Path, tmp_path: Path) -> None:
-    words = ["train", *SHORT, "--run.dir", str(tmp_path)]
-    terminal = os.environ | {"PYTHON": sys.executable, "NPROC": "2", "TERM": "xterm"}
-    child = pexpect.spawn(str(plain / "scripts/launch.sh"), words, env=terminal, encoding="utf-8", timeout=120)
-    child.expect("first step done [0-9.]+ s after the start")
-    child.expect(r"100%.* 6/6 \[")
-    child.expect("accuracy")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+    arguments = ["train", *SHORT, "--run.dir", str(tmp_path)]
+    environment = os.environ | {"PYTHON": sys.executable, "NPROC": "2", "TERM": "xterm"}
+    terminal = pexpect.spawn(
+        str(plain / "scripts/launch.sh"), arguments, env=environment, encoding="utf-8", timeout=120
+    )
+    terminal.expect("first step done [0-9.]+ s after the start")
+    terminal.expect(r"100%.* 6/6 \[")
+    terminal.expect("accuracy")
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0

@@ -1,1 +1,1 @@
-#:: include "launcher/" ~ cookiecutter.launcher ~ ".sh" ::#
+#:: include "launcher/" ~ cookiecutter.launcher ~ "/launch.sh" ::#

@@ -1,7 +1,5 @@
 """Runs that several tests look at."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,7 +13,7 @@ from support import LENGTH, end_at, launch
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Train 20 steps on a number of ranks, once for each choice of settings; gives the run directory."""
+    """Train 20 steps on a number of ranks, once for each choice of settings; returns the run directory."""
     runs: dict[tuple[object, ...], Path] = {}
 
     def train(nproc: int, *settings: str) -> Path:
@@ -30,20 +28,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
-    """The same run, whose last rank was killed after step 6: its directory, its exit code, and what it told."""
+    """The same run, whose last rank is killed after step 6: its directory, its exit code, and what it printed."""
     run = tmp_path_factory.mktemp("killed")
     return run, *end_at(6, run, kill_last_rank)
 
 
 def kill_last_rank(launcher: subprocess.Popen[str]) -> None:
-    """End the last process that the launcher has started, but for the helper of Python's multiprocessing."""
+    """Kill the process that the launcher started last, not counting the helper of Python's multiprocessing."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     if not children.exists():  # Not Linux: all ranks end with their launcher.
         return launcher.kill()
-    pids = [pid for pid in children.read_text().split() if not is_helper(pid)]
+    pids = [pid for pid in children.read_text().split() if not is_resource_tracker(pid)]
     os.kill(int(pids[-1]), signal.SIGKILL)
 
 
-def is_helper(pid: str) -> bool:
-    """Whether a process of Linux's table is no rank."""
+def is_resource_tracker(pid: str) -> bool:
+    """Return whether a process is not a rank, from its command line in /proc."""
     return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()

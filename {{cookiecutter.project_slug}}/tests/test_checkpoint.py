@@ -1,23 +1,20 @@
 """Guarantees 3 and 8 for sharded checkpoints: they hold what full ones hold, and damaged ones are refused."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support import RANKS, SPLITS, alter, assert_close, newest_checkpoint, read_checkpoint
+from support import RANKS, SPLITS, assert_close, flip_bit, module, newest_checkpoint, read_checkpoint
 
-checkpoint = import_module("{{ cookiecutter.__package }}.checkpoint")
-config = import_module("{{ cookiecutter.__package }}.config")
-convert = import_module("{{ cookiecutter.__package }}.convert").convert
+convert = module("checkpoint").convert
+loading = module("checkpoint.loading")
+UserError = module("config").UserError
 
 NPROC, WORDS = SPLITS[-1]
 
@@ -29,14 +26,14 @@ def run(trained: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of model and optimizer in a checkpoint."""
+    """Return the tensors of model and optimizer in a checkpoint."""
     content = read_checkpoint(path)
     state = {f"{name} {key}": value for name, entry in content["optimizer"].items() for key, value in entry.items()}
     return content["model"] | state
 
 
 class Attack:
-    """Would make a folder, if loading ran it."""
+    """Would create a folder if loading ran it."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -45,7 +42,7 @@ class Attack:
         return os.mkdir, (str(self.target),)
 
 
-def test_a_sharded_checkpoint_holds_what_a_full_one_holds(trained: Callable[..., Path], run: Path) -> None:
+def test_a_sharded_checkpoint_holds_the_same_as_a_full_one(trained: Callable[..., Path], run: Path) -> None:
     full = newest_checkpoint(trained(RANKS))
     expected = tensors(full)
     assert_close(tensors(newest_checkpoint(run)), expected)
@@ -55,10 +52,10 @@ def test_a_sharded_checkpoint_holds_what_a_full_one_holds(trained: Callable[...,
 
 
 @pytest.mark.parametrize("name", [f"__{NPROC - 1}_0.distcp", ".metadata", "header.pt"])
-def test_a_folder_that_was_altered_is_refused(run: Path, name: str) -> None:
+def test_an_altered_folder_is_refused(run: Path, name: str) -> None:
     folder = newest_checkpoint(run)
-    alter(folder / name)
-    with pytest.raises(config.UserError, match=folder.name):
+    flip_bit(folder / name)
+    with pytest.raises(UserError, match=folder.name):
         read_checkpoint(folder)
 
 
@@ -67,9 +64,9 @@ def test_a_crafted_folder_is_refused_and_runs_nothing(run: Path, name: str) -> N
     folder = newest_checkpoint(run)
     attack = Attack(run / "hacked")
     if name == "header.pt":
-        torch.save(checkpoint.read(folder) | {"rng": attack}, folder / name)
+        torch.save(loading.read(folder) | {"rng": attack}, folder / name)
     else:
         (folder / name).write_bytes(pickle.dumps(attack))
-    with pytest.raises(config.UserError, match=folder.name):
+    with pytest.raises(UserError, match=folder.name):
         read_checkpoint(folder)
     assert not attack.target.exists()

@@ -1,6 +1,4 @@
-"""The doctor finds what would break a run, and nothing else on this machine."""
-
-from __future__ import annotations
+"""``doctor`` finds what would break a run, and nothing else on this machine."""
 
 import subprocess
 import sys
@@ -9,12 +7,12 @@ from pathlib import Path
 from support import PACKAGE, ROOT, environment
 
 
-def test_a_directory_that_cannot_be_written_is_all_that_is_wrong_here(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_the_only_failure(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run = tmp_path / "file" / "run"
     words = [sys.executable, "-m", PACKAGE, "doctor", "--distributed.device", "cpu", "--run.dir", str(run)]
-    here = environment(1) | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(words, env=here, capture_output=True, text=True, timeout=120)
+    variables = environment(1) | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "all-reduce" in done.stdout
     failed = [line.split()[0] for line in done.stdout.splitlines() if line[20:].lstrip().startswith("fail ")]

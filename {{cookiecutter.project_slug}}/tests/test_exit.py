@@ -1,9 +1,7 @@
-"""Guarantee 6: a job whose rank dies ends, tells so, and leaves no process behind.
+"""Guarantee 6: a job one of whose ranks dies ends, names the rank, and leaves no process behind.
 
 Guarantee 7, that a clean run exits with 0, is what every other test that launches one expects.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import pytest
 from support import RANKS
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in Linux's table of processes")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in Linux's process table")
 def test_a_killed_rank_ends_the_job(killed: tuple[Path, int, str]) -> None:
-    _, exit_code, told = killed  # It has ended, and with it all that held its output.
+    _, exit_code, output = killed  # It has ended, and with it everything that held its output.
     assert exit_code > 0
-    assert RANKS == 1 or "no word from rank 1" in told
+    assert RANKS == 1 or "no report from rank 1" in output

@@ -1,6 +1,4 @@
-"""Guarantees 3, 5 and 8: a run that was killed, stopped, or lost a checkpoint ends as one to which nothing happened."""
-
-from __future__ import annotations
+"""Guarantees 3, 5 and 8: a run that was killed, stopped, or lost a checkpoint ends as if nothing had happened."""
 
 import re
 import shutil
@@ -9,25 +7,25 @@ from pathlib import Path
 
 import torch
 
-from support import LENGTH, RANKS, SHARDED, STEPS, alter, end_at, launch, load_model, read_records
+from support import LENGTH, RANKS, SHARDED, STEPS, end_at, flip_bit, launch, load_model, read_records
 
 
-def test_a_run_that_was_killed_and_stopped_ends_with_the_same_weights(
+def test_a_killed_and_stopped_run_ends_with_the_same_weights(
     trained: Callable[..., Path], killed: tuple[Path, int, str], tmp_path: Path
 ) -> None:
     whole, run = trained(RANKS), Path(shutil.copytree(killed[0], tmp_path / "run"))
-    exit_code, told = end_at(11, run, lambda launcher: launcher.terminate(), *SHARDED)
-    stopped = re.search(r"stopped by SIGTERM after step (\d+)", told)
-    assert exit_code != 0 and stopped, "it was not asked to stop in order"
+    exit_code, output = end_at(11, run, lambda launcher: launcher.terminate(), *SHARDED)
+    stopped = re.search(r"stopped by SIGTERM after step (\d+)", output)
+    assert exit_code != 0 and stopped, "it was not stopped in order"
     *_, before, newest = sorted((run / "checkpoints").iterdir())
     assert newest.name == f"step-{int(stopped[1]):08d}.dcp"  # No step is lost.
 
-    alter(newest / f"__{RANKS - 1}_0.distcp")
-    torn = newest.with_suffix(".tmp")  # What a save that was killed leaves.
+    flip_bit(newest / f"__{RANKS - 1}_0.distcp")
+    torn = newest.with_suffix(".tmp")  # What a killed save leaves.
     torn.mkdir()
     (torn / "__9_0.distcp").touch()
     last = launch("train", *LENGTH, "--run.dir", str(run), nproc=RANKS)
-    assert f"{newest.name} is not" in last.stderr and "going on from the one before" in last.stderr
+    assert f"{newest.name} is not" in last.stderr and "resuming from the one before" in last.stderr
     assert f"step {int(before.stem[5:])} of {STEPS}" in last.stdout and not torn.exists()
 
     expected, weights = load_model(whole), load_model(run)

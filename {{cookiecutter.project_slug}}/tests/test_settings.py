@@ -1,7 +1,5 @@
 """A mistake in the settings is refused in one line that names it, before anything is started or written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,7 @@ from support import RANKS, ROOT, launch
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_told_in_one_line(tmp_path: Path, words: list[str], named: str) -> None:
+def test_a_mistake_is_reported_in_one_line(tmp_path: Path, words: list[str], named: str) -> None:
     run = tmp_path / "run"
     arguments = [*words, "--run.dir", str(run)] if words != ["trian"] else words
     done = launch(*arguments, nproc=RANKS, exit_code=2)
@@ -44,7 +42,7 @@ def test_an_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:
     assert "train.epoch'" in done.stderr
 
 
-def test_the_shipped_file_says_what_the_defaults_say(tmp_path: Path) -> None:
+def test_the_shipped_file_agrees_with_the_defaults(tmp_path: Path) -> None:
     printed = launch("train", "--print_config", nproc=1, small=()).stdout
     defaults = yaml.safe_load(printed.replace("device: cpu", "device: auto"))
     for name, section in yaml.safe_load((ROOT / "configs" / "default.yaml").read_text()).items():

@@ -3,7 +3,12 @@ class DatasetConfig:
     """UCI's optical digits: 1,797 images of 8x8 pixels, shipped with the package."""
 
     max_shift: NonNegativeInt = 1
-    """Augmentation: a training image is moved by up to this many pixels each way; 0 turns it off."""
+    """Augmentation: shift each training image by up to this many pixels in each direction; 0 turns it off."""
+
+    def check(self) -> None:
+        """Refuse shifts that move an image out of view."""
+        if self.max_shift >= 8:
+            raise UserError(f"dataset.max_shift is {self.max_shift}; give at most 7, for images of 8x8 pixels")
 
 
 GROUPS = 8
@@ -14,35 +19,27 @@ class ModelConfig:
     """A small residual network."""
 
     width: PositiveInt = 32
-    """Channels of the first stage; the second one has twice as many. A multiple of 8, the groups of GroupNorm."""
+    """Channels of the first half; the second half has twice as many. A multiple of 8, the groups of GroupNorm."""
     depth: PositiveInt = 3
-    """Residual blocks in each of the two stages."""
+    """Residual blocks in each half."""
     norm: Literal["group", "batch"] = "group"
-    """GroupNorm looks at one sample at a time; BatchNorm at the whole micro-batch of its rank, so that its result
-    depends on how the batch is split."""
+    """GroupNorm normalizes each sample by itself. BatchNorm normalizes over a rank's micro-batch, so its result depends
+    on how the batch is split."""
 
     def check(self) -> None:
-        """Refuse a width that does not divide into the groups of GroupNorm.
-
-        Raises:
-            UserError: naming the setting, and what would work.
-        """
+        """Refuse a width that the groups of GroupNorm do not divide."""
         if self.width % GROUPS:
             raise UserError(f"model.width is {self.width}; give a multiple of {GROUPS}, the groups of GroupNorm")
-#:: if cookiecutter.parallelism in ("pipeline", "model_parallel") ::#
+#:: if cookiecutter.__cuts_blocks ::#
 
     def count_blocks(self) -> int:
-        """Blocks that the network consists of: between any two of them it can be cut."""
+        """Return the number of blocks; the model can be split between any two of them."""
         return 2 + 2 * self.depth
 #:: endif ::#
-#:: if cookiecutter.parallelism == "tensor" ::#
+#:: if cookiecutter.__shards_layers ::#
 
-    def check_slices(self, size: int, sequence_parallel: bool) -> None:
-        """Refuse what cannot be sliced over ``size`` ranks.
-
-        Raises:
-            UserError: naming the setting, and what would work.
-        """
+    def check_shards(self, size: int, sequence_parallel: bool) -> None:
+        """Refuse what cannot be sharded over ``size`` ranks."""
         if sequence_parallel:
             raise UserError("parallel.sequence_parallel is on, but images have no sequence; leave it off")
 #:: endif ::#

@@ -1,14 +1,14 @@
-"""The network: a small residual network for 8x8 images, as a sequence of named blocks.
+"""The model: a small residual network for 8x8 images, as a sequence of named blocks.
 
-A block takes and gives one tensor, so the sequence can be wrapped, sharded or cut anywhere between two blocks.
+A block takes and returns one tensor, so the sequence can be wrapped, sharded or split between any two blocks.
+
+    images (1, 8, 8) ── stem ── (32, 8, 8) ── narrow0 ── ... ── wide0 ── (64, 4, 4) ── ... ── head ── logits (10,)
 """
-
-from __future__ import annotations
 
 from collections import OrderedDict
 
 from torch import Tensor, nn
-#:: if cookiecutter.parallelism == "tensor" ::#
+#:: if cookiecutter.__shards_layers ::#
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 #:: endif ::#
@@ -40,11 +40,11 @@ class ResidualBlock(nn.Module):
         self.norm1 = build_norm(norm, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
         self.norm2 = build_norm(norm, outputs)
-        # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, and what another
-        # split of the batch rounds in another way does not grow from step to step. SiLU has no kink for that reason.
+        # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, so that different
+        # rounding under another split of the batch does not grow from step to step. SiLU has no kink for that reason.
         nn.init.zeros_(self.norm2.weight)
-        same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, stride, stride=stride, bias=False)
+        keeps_shape = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if keeps_shape else nn.Conv2d(inputs, outputs, stride, stride=stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.silu(self.norm1(self.conv1(x)))
@@ -60,24 +60,24 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.linear(features.mean(dim=(2, 3)))
-    #:: if cookiecutter.parallelism == "tensor" ::#
+    #:: if cookiecutter.__shards_layers ::#
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Each rank takes some of the features to all classes; the sum over the ranks are the logits.
+        """Each rank maps some of the features to all classes; the sum over the ranks is the logits.
 
-        The other blocks are convolutions, which PyTorch cannot slice: they have no plan, and every rank has them whole.
+        The other blocks are convolutions, which DTensor cannot shard: they have no plan, and are replicated.
         """
         return {"linear": RowwiseParallel(input_layouts=Replicate())}
     #:: endif ::#
 
 
 def build_norm(norm: str, width: int) -> nn.GroupNorm | nn.BatchNorm2d:
-    """GroupNorm, which looks at each sample alone and so cannot tell how the batch is split; or BatchNorm."""
+    """Build a GroupNorm, which does not depend on how the batch is split, or a BatchNorm, which does."""
     return nn.GroupNorm(GROUPS, width) if norm == "group" else nn.BatchNorm2d(width)
 
 
 def build_model(config: ModelConfig) -> nn.Sequential:
-    """The network on the CPU, with weights drawn from PyTorch's global generator."""
+    """Build the model on the CPU, with weights drawn from PyTorch's global generator."""
     narrow, wide = config.width, 2 * config.width
     blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem(narrow, config.norm))
     for i in range(config.depth):

@@ -1,14 +1,14 @@
-"""The network: a GPT over bytes (Radford et al. 2019), as a sequence of named blocks.
+"""The model: a GPT over bytes (Radford et al. 2019), as a sequence of named blocks.
 
-A block takes and gives one tensor, so the sequence can be wrapped, sharded or cut anywhere between two blocks.
+A block takes and returns one tensor, so the sequence can be wrapped, sharded or split between any two blocks.
+
+    bytes (time,) ── embedding ── (time, width) ── block0 ── block1 ── ... ── head ── logits (time, 256)
 """
-
-from __future__ import annotations
 
 from collections import OrderedDict
 
 from torch import Tensor, nn
-#:: if cookiecutter.parallelism == "tensor" ::#
+#:: if cookiecutter.__shards_layers ::#
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,32 +26,32 @@ BYTES = 256
 
 
 class Embedding(nn.Module):
-    """(batch, time) bytes, int64, to (batch, time, width) features: what stands there, and where."""
+    """(batch, time) bytes, int64, to (batch, time, width) features: the sum of byte and position embeddings."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(BYTES, width)
         self.position = nn.Embedding(context, width)
-        # Large beside the first steps of the optimizer: the first LayerNorm divides by it, and with it what they round.
+        # Large compared with the optimizer's first steps: the first LayerNorm divides by it, and so do rounding errors.
         for table in (self.byte, self.position):
             nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.byte(inputs) + self.position.weight[: inputs.shape[1]]
-    #:: if cookiecutter.parallelism == "tensor" ::#
+    #:: if cookiecutter.__shards_layers ::#
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Every rank has the tables whole, and passes on its part of the sequence, if that is sliced."""
-        passed_on = Shard(1) if sequence_parallel else Replicate()
-        return {"": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=passed_on)}
+        """The tables are replicated; with sequence parallel, each rank passes on its part of the sequence."""
+        outputs = Shard(1) if sequence_parallel else Replicate()
+        return {"": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=outputs)}
     #:: endif ::#
 
 
 class Block(nn.Module):
-    """Causal self-attention, then two layers at each position, each around a shortcut: (batch, time, width) to itself.
+    """Causal self-attention, then a two-layer perceptron, each with a shortcut: (batch, time, width) to itself.
 
-    The rows of ``qkv`` are ordered by head, then query, key and value: a contiguous part of them is a number of whole
-    heads, and the block computes as many as it has rows for.
+    The rows of ``qkv`` are ordered by head, then query, key and value. So a contiguous part of them is a number of
+    whole heads, and the block computes as many heads as it has rows for.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -59,9 +59,9 @@ class Block(nn.Module):
         self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = linear(width, 3 * width)
-        # A block starts as its shortcut: early training is smooth, and what another split of the batch rounds in
-        # another way does not grow from step to step. GELU has no kink, and keys no bias, for that reason: its gradient
-        # is zero but for rounding, which AdamW would blow up to whole steps.
+        # A block starts as its shortcut: early training is smooth, so that different rounding under another split of
+        # the batch does not grow from step to step. GELU has no kink for that reason, and keys have no bias: its
+        # gradient is zero except for rounding, which AdamW would amplify to full steps.
         self.out = linear(width, width, std=0.0)
         self.norm2 = nn.LayerNorm(width)
         self.up = linear(width, 4 * width)
@@ -72,13 +72,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """(batch, time, heads * 3 * head_width) queries, keys and values to (batch, time, heads * head_width)."""
+        """Map (batch, time, heads * 3 * head_width) queries, keys, values to (batch, time, heads * head_width)."""
         q, k, v = qkv.unflatten(2, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4).unbind()
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    #:: if cookiecutter.parallelism == "tensor" ::#
+    #:: if cookiecutter.__shards_layers ::#
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Each rank takes some of the heads and of the hidden features; their sums meet at the shortcuts."""
+        """Each rank computes some of the heads and of the hidden features; the shortcuts add the sums over ranks."""
         between = Shard(1) if sequence_parallel else Replicate()
         columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
         norms: dict[str, ParallelStyle] = {name: SequenceParallel() for name in ("norm1", "norm2") if sequence_parallel}
@@ -96,10 +96,10 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.linear(self.norm(features))
-    #:: if cookiecutter.parallelism == "tensor" ::#
+    #:: if cookiecutter.__shards_layers ::#
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Each rank computes the logits of some bytes, which all ranks get."""
+        """Each rank computes the logits of some bytes, which are gathered to all ranks."""
         between = Shard(1) if sequence_parallel else Replicate()
         norm: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if sequence_parallel else {}
         return {"linear": ColwiseParallel(input_layouts=between, output_layouts=Replicate()), **norm}
@@ -107,14 +107,14 @@ class Head(nn.Module):
 
 
 def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
-    """A linear layer without bias, its weights drawn from a normal distribution."""
+    """Build a linear layer without bias, with weights drawn from a normal distribution."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=std)
     return layer
 
 
 def build_model(config: ModelConfig) -> nn.Sequential:
-    """The network on the CPU, with weights drawn from PyTorch's global generator."""
+    """Build the model on the CPU, with weights drawn from PyTorch's global generator."""
     blocks: OrderedDict[str, nn.Module] = OrderedDict(embedding=Embedding(config.width, config.context))
     for i in range(config.layers):
         blocks[f"block{i}"] = Block(config.width, config.heads)

@@ -1,33 +1,28 @@
-"""The text, its windows, and what the model says of them."""
-
-from __future__ import annotations
+"""The text, its windows, and the metrics of what the model predicts."""
 
 import math
 import pickle
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-from support import settings
+from support import module, settings
 
-checks = import_module("{{ cookiecutter.__package }}.checks")
-config = import_module("{{ cookiecutter.__package }}.config")
-dataset = import_module("{{ cookiecutter.__package }}.dataset")
-model = import_module("{{ cookiecutter.__package }}.model")
+dataset, build_model = module("dataset"), module("model").build_model
+UserError = module("config").UserError
 
 TEXT = bytes(range(256)) * 4
 
 
 def windows_of(path: Path, cache: Path, *words: str) -> list[bytes]:
-    """The training and the test split of a text, as their windows of 10 bytes give them."""
-    places = ("--dataset.path", str(path), "--dataset.cache", str(cache), "--dataset.test_bytes", "101")
-    splits = dataset.build_datasets(settings(*places, "--model.context", "10", *words))
+    """Return the training and the test split of a text, as windows of 10 bytes return them."""
+    arguments = ("--dataset.path", str(path), "--dataset.cache", str(cache), "--dataset.test_bytes", "101")
+    splits = dataset.build_datasets(settings(*arguments, "--model.context", "10", *words))
     return [bytes(torch.cat([split[0, i][0] for i in range(len(split))]).tolist()) for split in splits]
 
 
-def test_windows_lie_side_by_side_and_know_what_follows(tmp_path: Path) -> None:
+def test_windows_are_consecutive_and_include_the_next_byte(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(TEXT)
     train, test = windows_of(file, tmp_path)
@@ -40,7 +35,7 @@ def test_windows_lie_side_by_side_and_know_what_follows(tmp_path: Path) -> None:
     assert len(pickle.dumps(windows)) < 500  # Not a copy of the text.
 
 
-def test_a_folder_is_joined_once_without_what_is_no_text(tmp_path: Path) -> None:
+def test_the_text_files_of_a_folder_are_concatenated_once(tmp_path: Path) -> None:
     folder, cache = tmp_path / "texts", tmp_path / "cache"
     (folder / "part" / ".hidden").mkdir(parents=True)
     (folder / "part" / ".hidden" / "a.txt").write_text("no" * 100)
@@ -64,34 +59,35 @@ def test_a_folder_is_joined_once_without_what_is_no_text(tmp_path: Path) -> None
         ("--model.width 30 --model.heads 4", "model.width is 30, .* 32 would"),
     ],
 )
-def test_what_cannot_work_is_refused(words: str, named: str) -> None:
-    with pytest.raises(config.UserError, match=named):
-        checks.check(settings(*words.split()), 1, training=True)
+def test_settings_that_cannot_work_are_refused(words: str, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        settings(*words.split()).check()
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(config.UserError, match=f"dataset.path is {tmp_path}, of which 0 bytes are used"):
+    with pytest.raises(UserError, match=f"dataset.path is {tmp_path}, of which 0 bytes are used"):
         windows_of(tmp_path, tmp_path / "cache")
-    with pytest.raises(config.UserError, match="20000 bytes are used"):
+    with pytest.raises(UserError, match="20000 bytes are used"):
         dataset.build_datasets(settings("--dataset.max_bytes", "20000"))
 
 
-def test_the_figures_are_those_of_the_bytes() -> None:
+def test_the_metrics_are_those_of_the_bytes() -> None:
     outputs, targets = torch.randn(3, 5, 256), torch.randint(256, (3, 5))
-    right = outputs.double().softmax(dim=2).gather(2, targets[..., None])
-    loss = -right.log().mean().item()
-    told = dataset.figures({name: values.numpy() for name, values in dataset.score(outputs, targets).items()})
-    assert told == pytest.approx({"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)})
+    probabilities = outputs.double().softmax(dim=2).gather(2, targets[..., None])
+    loss = -probabilities.log().mean().item()
+    per_sample = {name: values.numpy() for name, values in dataset.per_sample_metrics(outputs, targets).items()}
+    metrics = dataset.aggregate_metrics(per_sample)
+    assert metrics == pytest.approx({"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)})
     assert dataset.loss_fn(outputs, targets).item() == pytest.approx(loss)
 
 
-def test_no_position_sees_what_follows() -> None:
-    network = model.build_model(settings().model)
-    for parameter in network.parameters():
+def test_no_position_sees_later_bytes() -> None:
+    model = build_model(settings().model)
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     one = torch.randint(256, (1, 32))
     other = one.clone()
     other[0, 20:] = (other[0, 20:] + 1) % 256
     with torch.no_grad():
-        different = (network(one) - network(other)).abs().amax(dim=2)[0]
+        different = (model(one) - model(other)).abs().amax(dim=2)[0]
     assert (different[:20] < 1e-6).all() and (different[20:] > 1e-3).all()

@@ -1,88 +1,144 @@
-"""The command line of one rank: a subcommand and its settings, which ``--help`` shows."""
-
-from __future__ import annotations
+"""The command line: ``scripts/launch.sh SUBCOMMAND`` starts several ranks, each of which runs ``main``."""
 
 import gc
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
-from .checks import check
-from .commandline import TRAINING, parse
-from .config import Config, UserError, fail
-from .debugger import wait_for_debugger
-from .launcher_watch import end_with_launcher
-from .place import Place, find_place
+from . import launch
+from .config import Config, UserError, from_dict
+from .launch import Command
+
+COMMANDS = {
+    "train": Command("train, or resume from the newest checkpoint of run.dir", trains=True),
+    "evaluate": Command("evaluate --checkpoint PATH on the whole test set", ("checkpoint",)),
+    #:: if cookiecutter.__generates ::#
+    "generate": Command("print text with which --checkpoint PATH continues a prompt", ("checkpoint",)),
+    #:: endif ::#
+    "doctor": Command("check machines, interconnect and disk before a long run", trains=True),
+    "benchmark": Command("measure where the time of a training step goes", trains=True),
+    "convert": Command(
+        "write --checkpoint PATH in the other format as --output PATH", ("checkpoint", "output"), has_settings=False
+    ),
+}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one subcommand on this rank.
-
-    Raises:
-        SystemExit: with code 2 and one line on stderr, if the user has to change something.
-    """
+    """Run one subcommand on this rank; exits with code 2 and one line on stderr if the user has to change something."""
     try:
-        place = find_place()
-        end_with_launcher(place)
-        command, config, paths = parse(argv)
-        wait_for_debugger(place)
+        info = launch.find_process_info()
+        launch.end_with_launcher(info)
+        command, settings, paths = launch.parse(argv, COMMANDS)
+        launch.wait_for_debugger(info)
         if command == "convert":
-            run_convert(paths, place)
+            if info.rank == 0:  # One process is enough.
+                from .checkpoint import convert
+
+                convert(Path(paths["checkpoint"]), Path(paths["output"]))
             return
-        check(config, place.size, training=command in TRAINING)
+        config = from_dict(settings)
+        check(config, info.world_size, COMMANDS[command].trains)
         if command == "doctor":
-            run_doctor(config)
-        else:
-            run(command, config, paths)
+            sys.exit(run_doctor(config))
+        run(command, config, paths)
     except UserError as error:
-        fail(str(error))
+        launch.exit_with_error(str(error))
 
 
-def run_convert(paths: dict[str, str], place: Place) -> None:
-    """The one subcommand that one process does alone."""
-    from .convert import convert
-
-    if place.rank == 0:
-        convert(Path(paths["checkpoint"]), Path(paths["output"]))
-
-
-def run_doctor(config: Config) -> NoReturn:
-    """The one that helps where no process group can be formed; its exit code is what it found."""
-    from .doctor import doctor
-
-    sys.exit(doctor(config))
+def check(config: Config, world_size: int, trains: bool) -> None:
+    """Refuse settings that cannot work on ``world_size`` ranks; ``trains`` is False if the model is only evaluated."""
+    config.check()
+    launch.check_layout(config.parallel, config.model, config.train, world_size)
+    if trains:
+        shares = config.parallel.dp_size(world_size)
+        launch.check_batch(config.data.global_batch_size, shares, config.train.microbatches)
 
 
 def run(command: str, config: Config, paths: dict[str, str]) -> None:
-    """Do ``command`` together with all other ranks."""
-    # Only now, for PyTorch takes seconds to import: settings that are wrong were refused at once.
-    # Some 400,000 objects are made, and stay: the garbage collector need not look through them, neither now, again and
-    # again, nor later, between two steps and at the end.
+    """Run ``command`` together with all other ranks."""
+    # Only now: PyTorch takes seconds to import, and wrong settings are refused at once. The import creates some 400,000
+    # objects that stay; the garbage collector skips them, both during the import and in every later collection.
     gc.disable()
-    from .benchmark import benchmark
-    from .distributed import choose_arithmetic, process_group
     from .evaluate import evaluate
-    #:: if cookiecutter.task == "language" ::#
+    #:: if cookiecutter.__generates ::#
     from .generate import generate
     #:: endif ::#
-    from .train import train
+    from .reporting import benchmark
+    from .runtime import process_group, set_exact_arithmetic
+    from .train import Trainer, train
 
     gc.freeze()
     gc.enable()
-    choose_arithmetic(config.train.exact)
-    with process_group(config) as world:
+    set_exact_arithmetic(config.train.exact)
+    with process_group(config.distributed, config.parallel.devices_per_rank()) as process:
         if command == "train":
-            train(config, world)
+            train(config, process)
         elif command == "benchmark":
-            benchmark(config, world)
-        #:: if cookiecutter.task == "language" ::#
+            build_trainer = partial(Trainer, config, process)
+            benchmark(build_trainer, process, config.data.global_batch_size, config.train.max_steps)
+        #:: if cookiecutter.__generates ::#
         elif command == "generate":
-            generate(paths["checkpoint"], config, world)
+            generate(paths["checkpoint"], config, process)
         #:: endif ::#
         else:
-            evaluate(paths["checkpoint"], config, world)
+            evaluate(paths["checkpoint"], config, process)
+
+
+def run_doctor(config: Config) -> int:
+    """Run ``doctor``, which also helps where no process group can be formed; returns its exit code."""
+    import torch
+
+    from .doctor import Requirements, examine
+    from .model import build_model
+
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in build_model(config.model).parameters())
+    requirements = Requirements(
+        run_dir=Path(config.run.dir),
+        checkpoint=config.checkpoint,
+        distributed=config.distributed,
+        devices_per_rank=config.parallel.devices_per_rank(),
+        num_workers=config.data.num_workers,
+        parameters=parameters,
+        settings=asdict(config),
+    )
+    return examine(requirements)
+
+
+def preflight(argv: Sequence[str]) -> None:
+    """Refuse a command line that cannot work, before any rank starts; ``scripts/launch.sh`` asks this first.
+
+    Prints the number of ranks to start on this machine, and the seconds within which all ranks have to arrive.
+    """
+    command, settings, paths = launch.parse(argv, COMMANDS)
+    try:
+        if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
+            raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
+        config = from_dict(settings) if settings else Config()
+        nproc = 1 if command == "convert" else launch.count_ranks(config.parallel, config.distributed.device)
+        world_size = nproc * launch.read_nodes().count
+        launch.check_debugger(world_size)
+        if command != "convert":
+            check(config, world_size, COMMANDS[command].trains)
+        if command not in ("convert", "doctor"):  # doctor reports these with everything else.
+            if config.distributed.backend in ("nccl", "mpi"):
+                from .runtime import choose_backend, choose_device
+
+                choose_backend(config.distributed.backend, choose_device(config.distributed, 1, launch.ProcessInfo()))
+            launch.check_port(config.distributed.init_method)
+        if command == "train":
+            run_dir, resume = Path(config.run.dir), config.checkpoint.resume
+            launch.find_resume_candidates(run_dir, resume, launch.is_restart())
+    except UserError as error:
+        launch.exit_with_error(str(error))
+    print(nproc, math.ceil(config.distributed.startup_timeout_seconds))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ["--preflight"]:
+        preflight(sys.argv[2:])
+    else:
+        main(sys.argv[1:])

@@ -1,16 +1,13 @@
-"""Settings: typed, one docstring a field; ``commandline.py`` reads them.
+"""Settings: typed dataclasses with one docstring per field, which ``--help`` shows.
 
-This module imports neither PyTorch nor any other module of the package, so a mistake in the settings is found in a
-fraction of a second, before any process is started.
+It imports neither PyTorch nor other modules of the package, so a wrong setting is reported before any process starts.
 """
 
-from __future__ import annotations
-
-import os
-import sys
+import math
+#:: include "task/" ~ cookiecutter.task ~ "/config_imports.py" ignore missing ::#
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NoReturn, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -19,45 +16,48 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 class UserError(Exception):
-    """Something that the user has to change; its text is one line that says what and how."""
+    """Something the user has to change: one line that says what, and what would work.
+
+    A function that "refuses" something raises it. It ends the process with exit code 2, before anything is lost.
+    """
 
 
 @dataclass
 class RunConfig:
-    """Where the run writes, and what makes it repeatable."""
+    """Where the run writes, and what makes it reproducible."""
 
     dir: str = "runs/default"
-    """Directory of everything that the run leaves behind; made if missing. Where it is given, evaluate appends its
-    record to metrics.jsonl there; otherwise it only prints."""
+    """Run directory: everything that the run writes; created if missing. If you set it for evaluate, its record is also
+    appended to metrics.jsonl there; otherwise it is only printed."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, the order of the data and its augmentation."""
 
 
 @dataclass
 class DataConfig:
-    """How samples become batches, whatever they hold."""
+    """How samples are grouped into batches, whatever they contain."""
 
     #:: if cookiecutter.task == "digits" ::#
     global_batch_size: PositiveInt = 64
     #:: else ::#
     global_batch_size: PositiveInt = 32
     #:: endif ::#
-    """Samples that one optimizer step sees, over all ranks together."""
+    """Samples per optimizer step, over all ranks together."""
     eval_batch_size: PositiveInt = 256
-    """Samples in one forward pass of evaluation, on each rank."""
+    """Samples per forward pass of evaluation, on each rank."""
     num_workers: NonNegativeInt = 0
-    """Loader processes of each rank; 0 loads in the rank itself."""
+    """Loader processes per rank; 0 loads in the rank's own process."""
 
 
 #:: include "task/" ~ cookiecutter.task ~ "/config.py" ::#
 
 
-#:: include "parallelism/" ~ cookiecutter.parallelism ~ ".config.py" ::#
+#:: include "parallelism/" ~ cookiecutter.parallelism ~ "/config.py" ::#
 
 
 @dataclass
 class OptimConfig:
-    """AdamW, with a linear warm-up and a cosine decay."""
+    """AdamW with linear warm-up and cosine decay."""
 
     lr: PositiveFloat = 4e-3
     """Peak learning rate."""
@@ -66,23 +66,24 @@ class OptimConfig:
     warmup_steps: NonNegativeInt = 40
     """Steps over which the learning rate rises from zero to its peak."""
     decay_steps: PositiveInt | None = None
-    """Step at which the decay ends; by default the last step of ``train.epochs``."""
+    """Step at which the decay ends; null is the last step of ``train.epochs``."""
     weight_decay: NonNegativeFloat = 0.05
-    """Decoupled weight decay of matrices and kernels; biases and normalisation weights have none."""
+    """Decoupled weight decay of matrices and kernels; biases and normalization weights have none."""
     betas: tuple[float, float] = (0.9, 0.99)
-    """AdamW's decay rates of the first and the second moment."""
+    """Decay rates of AdamW's first and second moments."""
     #:: if cookiecutter.task == "digits" ::#
     eps: PositiveFloat = 1e-8
-    """AdamW's term in the denominator."""
+    """Term that AdamW adds to the denominator."""
     #:: else ::#
     eps: PositiveFloat = 1e-6
-    """AdamW's term in the denominator: gradients well below it, which may be rounding alone, make no whole steps."""
+    """Term that AdamW adds to the denominator: gradients far below it, which may be only rounding, cause no full
+    steps."""
     #:: endif ::#
 
 
 @dataclass
 class TrainConfig:
-    """The loop."""
+    """The training loop."""
 
     #:: if cookiecutter.task == "digits" ::#
     epochs: PositiveInt = 20
@@ -91,54 +92,53 @@ class TrainConfig:
     #:: endif ::#
     """Passes over the training set."""
     max_steps: PositiveInt | None = None
-    """Stop after this many optimizer steps; the schedule keeps its length, so a later run can go on from there."""
-    #:: if cookiecutter.parallelism == "pipeline" ::#
+    """Stop after this many optimizer steps; the schedule keeps its length, so a later run can resume from there."""
+    #:: if cookiecutter.__has_stages ::#
     microbatches: PositiveInt = 8
-    """Pieces of a pipeline's share of the batch that pass through the stages one after the other: the more, the less
-    the stages wait for each other."""
+    """Micro-batches per pipeline and step, which pass through the stages one after another: the more there are, the
+    less the stages wait for each other."""
     #:: else ::#
     microbatches: PositiveInt = 1
-    """Pieces into which a rank cuts its share of the batch, to save memory; the result stays the same."""
+    """Micro-batches that a rank splits its share of the batch into, to save memory; the result stays the same."""
     #:: endif ::#
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of forward and backward; weights stay in fp32, and fp16 scales its loss."""
+    """Precision of forward and backward; weights stay in fp32, and fp16 scales its loss."""
     exact: bool = True
-    """On NVIDIA GPUs: convolutions in full fp32 rather than TF32, by algorithms that give the same bits each time; turn
-    it off for speed, where results may move in their last digits."""
+    """On NVIDIA GPUs: run convolutions in full fp32 instead of TF32 and with deterministic algorithms. Turn it off for
+    speed if results may change in their last digits."""
     compile: bool = False
-    """Compile every block of the model with torch.compile."""
+    """Compile each block of the model with torch.compile."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of blocks for backward, which computes the rest again: less memory, a third more work."""
+    """Keep only the input of each block for backward and recompute the rest: less memory, a third more computation."""
     clip_grad_norm: PositiveFloat | None = 1.0
-    """Largest norm of the whole gradient; null does not clip."""
+    """Maximum norm of the whole gradient; null does not clip."""
     log_every: PositiveInt = 10
-    """Steps between two lines of metrics; the device is waited for only then."""
+    """Steps between two metrics records; the loop waits for the device only then."""
     #:: if cookiecutter.task == "digits" ::#
     eval_every: PositiveInt | None = 110
     #:: else ::#
     eval_every: PositiveInt | None = 475
     #:: endif ::#
-    """Steps between two evaluations; null evaluates at the end alone."""
+    """Steps between two evaluations; null evaluates only at the end."""
 
 
 @dataclass
 class CheckpointConfig:
-    """What is kept of a run, and where it goes on."""
+    """What a run saves, and what it resumes from."""
 
     format: Literal["full", "sharded"] = "full"
-    """full: a file that rank 0 puts together. sharded: a folder, for models too large for that; every rank writes what
-    it holds, while training goes on. A run goes on from either; convert makes one of the other."""
+    """full: one file, which rank 0 assembles and writes. sharded: a folder, for models too large for that; each rank
+    writes what it holds while training continues. A run resumes from either; convert turns one into the other."""
     #:: if cookiecutter.task == "digits" ::#
     every_steps: PositiveInt | None = 110
     #:: else ::#
     every_steps: PositiveInt | None = 475
     #:: endif ::#
-    """Steps between two checkpoints; null saves at the end and for a new best alone."""
+    """Steps between two checkpoints; null saves only at the end and when the model is the best so far."""
     keep: PositiveInt = 2
-    """Newest checkpoints to keep; the best one is kept besides."""
+    """Number of newest checkpoints to keep, in addition to the best one."""
     resume: str = "auto"
-    """auto: go on if run.dir holds a checkpoint; never: start fresh, and refuse a run.dir that holds one; or the path
-    of a checkpoint to start from."""
+    """auto: resume if run.dir holds a checkpoint. never: refuse a run.dir with one. Or the path of a checkpoint."""
 
 
 @dataclass
@@ -146,11 +146,11 @@ class DistributedConfig:
     """The process group."""
 
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """Library that moves the data; auto takes the device's own (NCCL on NVIDIA GPUs, gloo on CPUs)."""
+    """Communication backend; auto is the device's default (NCCL on NVIDIA GPUs, gloo on CPUs)."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: one accelerator a process where there is one, else the CPU."""
+    """auto: an accelerator for each process if there are any, else the CPU."""
     init_method: str = "env://"
-    """Where the ranks meet: env:// (from the launcher), tcp://host:port or file:///path."""
+    """Rendezvous of the ranks: env:// (set by the launcher), tcp://host:port or file:///path."""
     timeout_seconds: PositiveFloat = 120.0
     """Longest wait for other ranks from the second step on; then the run ends with an error."""
     startup_timeout_seconds: PositiveFloat = 1800.0
@@ -159,7 +159,7 @@ class DistributedConfig:
 
 @dataclass
 class Config:
-    """All settings of a run, one section a concern."""
+    """All settings of a run, one section per concern."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -169,50 +169,40 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    #:: if cookiecutter.task == "language" ::#
+    #:: if cookiecutter.__generates ::#
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     #:: endif ::#
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
-
-def fail(message: str, alone: bool = False) -> NoReturn:
-    """End this process with exit code 2 and one line on stderr, once a machine: its ranks have the same to say.
-
-    Args:
-        message: What the user has to change.
-        alone: The other ranks do not have it to say.
-    """
-    if alone or speaks_for_machine():
-        print("error:", " ".join(message.split()), file=sys.stderr)
-    sys.exit(2)
-
-
-def speaks_for_machine() -> bool:
-    """Whether a launcher numbered this process as the first of its machine, or none numbered it."""
-    words = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-    return next((os.environ[word] for word in words if word in os.environ), "0") == "0"
+    def check(self) -> None:
+        """Refuse values that have the right type but cannot work."""
+        for name, section in asdict(self).items():
+            for key, value in section.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise UserError(f"{name}.{key} is {value}; give a finite number")
+        if self.run.seed >= 2**32:
+            raise UserError(f"run.seed is {self.run.seed}; give a number below 2**32")
+        if not all(0 <= beta < 1 for beta in self.optim.betas):
+            raise UserError(f"optim.betas is {list(self.optim.betas)}; give two numbers from 0 to below 1")
+        self.dataset.check()
+        self.model.check()
 
 
 def sections() -> dict[str, type]:
-    """The sections of ``Config``: the name of each and the class that holds its settings."""
+    """Return the sections of ``Config``: the class of each by name."""
     return get_type_hints(Config)
 
 
 def from_dict(settings: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Settings from nested dictionaries, as ``to_dict`` gives them."""
+    """Build settings from nested dictionaries, such as those that ``dataclasses.asdict`` returns."""
 
-    def plain(value: Any) -> Any:
-        # The parser's numbers know their bounds; a checkpoint that is read safely holds plain numbers alone.
+    def to_builtin(value: Any) -> Any:
+        # The parser's numbers are subclasses that check bounds; a checkpoint holds only built-in types.
         if isinstance(value, list | tuple):
-            return type(value)(map(plain, value))
+            return type(value)(map(to_builtin, value))
         number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
         return value if number is None else number(value)
 
     return Config(
-        **{name: kind(**{k: plain(v) for k, v in settings[name].items()}) for name, kind in sections().items()}
+        **{name: kind(**{k: to_builtin(v) for k, v in settings[name].items()}) for name, kind in sections().items()}
     )
-
-
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The settings as nested dictionaries of plain values."""
-    return asdict(config)

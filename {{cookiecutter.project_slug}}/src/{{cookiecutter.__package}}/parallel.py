@@ -1,1 +1,1 @@
-#:: include "parallelism/" ~ cookiecutter.parallelism ~ ".py" ::#
+#:: include "parallelism/" ~ cookiecutter.parallelism ~ "/parallel.py" ::#

@@ -1,0 +1,5 @@
+#:: extends "launcher/shared/launch.sh" ::#
+#:: block start ::#
+export NPROC
+exec "$PYTHON" -m "$package.launch.spawn" "$@"
+#:: endblock ::#

@@ -1,0 +1,13 @@
+def check_layout(layout: ParallelConfig, model: ModelConfig, train: TrainConfig, world_size: int) -> None:
+    """Refuse ranks that do not divide into replicas, and what FSDP does not support."""
+    check_replicas(layout.replicas, world_size)
+    #:: if cookiecutter.__has_batch_norm ::#
+    if model.norm == "batch" and train.precision != "fp32":
+        raise UserError(
+            f"model.norm batch keeps its statistics in fp32, which does not work with weights in {train.precision}; "
+            "give model.norm group, or train.precision fp32"
+        )
+    #:: endif ::#
+
+
+#:: include "parallelism/shared/replicas.py" ::#

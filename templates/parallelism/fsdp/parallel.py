@@ -1,0 +1,67 @@
+"""Fully sharded data parallel: every rank holds a shard of each block and reads its share of each batch.
+
+Before a block runs, its weights are gathered from all ranks; after it, they are freed. Its gradients are averaged and
+scattered, so that each rank gets those of its own shard and updates only that. The ranks compute what each of them
+would compute with the whole model, in 1/N of its memory.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .config import Config, ParallelConfig
+from .runtime import Process
+from .strategy import LossFn, Strategy, prepare_blocks
+
+# What blocks compute in; shards stay in fp32, and gradients are averaged in it.
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Parallel(Strategy):
+    """The model under FSDP2."""
+
+    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+        super().__init__(loss_fn, config.train, process.device, process.rank, process.world_size)
+        prepare_blocks(model, config.train)
+        dtype = COMPUTE_DTYPE[config.train.precision]
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        self.module = model
+        shard(model, build_mesh(config.parallel, process), policy, config.parallel)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for some_inputs, some_targets in self.split(inputs, targets):
+            # Gradients are scattered after each micro-batch: waiting for the last would keep all of them on each rank.
+            loss = self.loss_fn(self.module(some_inputs), some_targets) / self.microbatches
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        return total / self.dp_size
+
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        return self.module(inputs)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        norm = super().clip_grad_norm(max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def build_mesh(config: ParallelConfig, process: Process) -> DeviceMesh:
+    """Return all ranks in one line, which shards each block; or in a grid, each row of which holds the whole model."""
+    if config.replicas == 1:
+        return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("shard",))
+    shape = (config.replicas, process.world_size // config.replicas)
+    return init_device_mesh(process.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig) -> None:
+    """Shard each block, which is then gathered as one; and at the root, whatever belongs to no block."""
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
+    # Each block moves to the device by itself, so that the whole model is never there.
+    shard_module = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    for block in model:
+        shard_module(block, reshard_after_forward=config.reshard_after_forward)
+    shard_module(model)

@@ -1,0 +1,86 @@
+"""Model parallel: the layers of one model are on several devices of one process, which a batch visits in turn.
+
+Ranks, each with devices of its own, hold copies of the model: they read shares of the batch, and DDP averages their
+gradients.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .config import Config, UserError
+from .runtime import Process
+from .strategy import LossFn, Strategy, prepare_blocks
+
+
+class Parallel(Strategy):
+    """The model on this rank's devices, the first of which takes the inputs."""
+
+    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+        super().__init__(loss_fn, config.train, process.device, process.rank, process.world_size)
+        layout = config.parallel
+        prepare_blocks(model, config.train)
+        place_blocks(model, list_devices(self.device, layout.devices), layout.split)
+        self.module = model
+        self.ddp = DistributedDataParallel(
+            model,
+            device_ids=None,  # The parameters are on several devices already.
+            # Buffers are averaged before they are used (Strategy.average_buffers), not broadcast in every forward.
+            forward_sync_buffers=False,
+            bucket_cap_mb=layout.bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=layout.find_unused_parameters,
+        )
+        # With this setting, DDP itself finds the parameters without a gradient.
+        self.gradients_checked = layout.find_unused_parameters
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for number, (some_inputs, some_targets) in enumerate(self.split(inputs, targets), start=1):
+            # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
+            with self.ddp.no_sync() if number < self.microbatches else nullcontext():
+                with self.autocast():
+                    outputs = self.ddp(some_inputs)
+                    loss = self.loss_fn(outputs, some_targets.to(outputs.device)) / self.microbatches
+                scaler.scale(loss).backward()
+            total += loss.detach().to(self.device)
+        if not self.gradients_checked:
+            check_gradients(self.module)
+            self.gradients_checked = True
+        return total / self.dp_size
+
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        with self.autocast():
+            return self.module(inputs).to(self.device)
+
+
+def list_devices(first: torch.device, count: int) -> list[torch.device]:
+    """Return the ``count`` devices of this rank, from ``first`` on; on a CPU, the CPU that many times."""
+    if first.type == "cpu":
+        return [first] * count
+    # Modulo, for ranks that share devices.
+    return [torch.device(first.type, (first.index + i) % torch.accelerator.device_count()) for i in range(count)]
+
+
+def place_blocks(model: nn.Sequential, devices: Sequence[torch.device], split: Sequence[int] | None) -> None:
+    """Move a run of blocks to each device, and let each block move its input to where it is."""
+    weights = [sum(p.numel() for p in block.parameters()) for block in model]
+    blocks = iter(model)
+    for device, length in zip(devices, split or balance(weights, len(devices)), strict=True):
+        for _ in range(length):
+            next(blocks).to(device).register_forward_pre_hook(partial(move_input, device))
+
+
+def move_input(device: torch.device, block: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Return the input of a block on the block's device; a forward pre-hook."""
+    return (inputs[0].to(device),)
+
+
+#:: include "parallelism/shared/balance.py" ::#
+
+
+#:: include "parallelism/shared/gradients.py" ::#

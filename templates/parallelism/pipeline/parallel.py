@@ -1,0 +1,150 @@
+"""Pipeline parallel: every rank holds a run of the model's blocks, and micro-batches pass from rank to rank.
+
+While one micro-batch is in a stage, the other stages work on others; the schedule says in which order a rank runs the
+forwards and backwards. With several pipelines in parallel, each reads its share of the batch, and ranks with the same
+stages sum their gradients.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from .config import Config
+from .launch import collective_timeout
+from .runtime import Process
+from .stages import Stage, assign_stages, split_into_stages
+from .strategy import LossFn, Strategy, prepare_blocks
+
+
+class Parallel(Strategy):
+    """This rank's stages of the model, and the schedule that runs them."""
+
+    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+        self.config = config.parallel
+        # The data dimension is the inner one: averaging gradients sends more than passing activations on does.
+        shape = (process.world_size // self.config.replicas, self.config.replicas)
+        mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pipeline", "data"))
+        dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
+        super().__init__(loss_fn, config.train, process.device, dp_rank, self.config.replicas, dp_group)
+        self.pipeline, self.pipeline_rank = mesh["pipeline"].get_group(), mesh.get_local_rank("pipeline")
+
+        # All stages without their weights: they tell the shape of what each stage passes on.
+        self.outline = split_into_stages(copy.deepcopy(model).to("meta"), self.config, shape[0])
+        self.owners = assign_stages(len(self.outline), shape[0], self.config.schedule)
+        prepare_blocks(model, config.train)
+        own = {i: blocks for i, blocks in enumerate(split_into_stages(model, self.config, shape[0])) if self.holds(i)}
+        named_blocks = OrderedDict(block for blocks in own.values() for block in blocks.named_children())
+        self.module = nn.Sequential(named_blocks).to(self.device)
+        self.stages = {index: Stage(blocks, self.autocast) for index, blocks in own.items()}
+
+        # Built in the first step, when the shape of a micro-batch is known.
+        self.schedule: Any = None
+        self.scheduled_stages: list[PipelineStage] = []
+        # What the loss of a micro-batch is added to and scaled by, in the current step.
+        self.total_loss, self.loss_scale = torch.zeros(()), torch.ones(())
+        self.group_after_startup = self.pipeline
+        if dist.get_backend(self.pipeline) == "gloo":
+            # gloo cannot change the timeout of point-to-point messages: there is a second group with the shorter one.
+            # It is made now, while all ranks are known to be alive.
+            timeout = collective_timeout(config.distributed.timeout_seconds)
+            self.group_after_startup, _ = dist.new_subgroups_by_enumeration(mesh.mesh.T.tolist(), timeout)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        if self.schedule is None:
+            self.schedule = self.build_schedule(inputs.chunk(self.microbatches)[0])
+        elif self.pipeline is not self.group_after_startup:
+            self.end_startup()
+        self.total_loss = torch.zeros((), device=self.device)
+        self.loss_scale = scaler.scale(torch.ones_like(self.total_loss))
+        stage_inputs = [inputs] if self.holds(0) else []
+        self.schedule.step(*stage_inputs, target=targets if self.holds(-1) else None, return_outputs=False)
+        if self.dp_size > 1:  # Each pipeline has its part of the mean.
+            all_reduce_sum(self.gradients(), self.dp_group)
+        if scaler.is_enabled():
+            # If one stage overflows, all have to skip the step: its NaN reaches every rank through the norm.
+            self.gradients()[0] += self.gradient_norm() * 0
+        return self.total_loss
+
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        # In micro-batches, so that the stages work at the same time; a rank with several stages would wait for itself.
+        pieces = inputs.chunk(self.microbatches if len(self.stages) == 1 else 1)
+        outputs: dict[int, Tensor] = {}
+        sends = []
+        for index, stage in self.stages.items():
+            for number, piece in enumerate(pieces):
+                if index == 0:
+                    outputs[number] = stage(piece)
+                else:
+                    is_local = self.holds(index - 1)
+                    outputs[number] = stage(outputs[number] if is_local else self.receive(index, piece))
+                if index + 1 < len(self.owners) and not self.holds(index + 1):
+                    next_rank = self.owners[index + 1]
+                    sends.append(dist.isend(outputs[number].contiguous(), group=self.pipeline, group_dst=next_rank))
+        for work in filter(None, sends):
+            work.wait()
+        return torch.cat(list(outputs.values())) if self.holds(-1) else None
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        norm = self.gradient_norm()
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
+        return norm
+
+    def holds(self, index: int) -> bool:
+        """Return whether stage ``index`` is on this rank."""
+        return self.owners[index] == self.pipeline_rank
+
+    def build_schedule(self, microbatch: Tensor) -> Any:
+        """Build the schedule for micro-batches of this shape; each stage is told what shapes it receives and sends."""
+        outputs = microbatch.to("meta")
+        for index, outline in enumerate(self.outline):
+            inputs, outputs = outputs, outline(outputs).detach().requires_grad_()
+            if self.holds(index):
+                size, group = len(self.outline), self.pipeline
+                stage = PipelineStage(self.stages[index], index, size, self.device, inputs, outputs, group=group)
+                self.scheduled_stages.append(stage)
+        kind = get_schedule_class(self.config.schedule)
+        is_single = issubclass(kind, PipelineScheduleSingle)
+        stages: Any = self.scheduled_stages[0] if is_single else self.scheduled_stages
+        return kind(stages, self.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
+
+    def end_startup(self) -> None:
+        """From now on, wait less long for the other stages."""
+        self.pipeline = self.group_after_startup
+        for stage in self.scheduled_stages:
+            stage.group = self.pipeline
+
+    def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return one micro-batch's part of the mean loss over the global batch, times the scaler's factor."""
+        loss = self.loss_fn(outputs, targets) / (self.microbatches * self.dp_size)
+        self.total_loss += loss.detach()
+        return loss * self.loss_scale
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of this rank's stages."""
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole model's gradient, over all stages."""
+        squared = nn.utils.get_total_norm(self.gradients()) ** 2
+        dist.all_reduce(squared, group=self.pipeline)
+        return squared.sqrt()
+
+    def receive(self, index: int, inputs: Tensor) -> Tensor:
+        """Receive the outputs of stage ``index - 1`` for ``inputs`` of the pipeline from the rank that holds it."""
+        shaped = inputs.to("meta")
+        for outline in self.outline[:index]:
+            shaped = outline(shaped)
+        received = torch.empty(shaped.shape, device=self.device)
+        dist.recv(received, group=self.pipeline, group_src=self.owners[index - 1])
+        return received
+
+
+#:: include "parallelism/shared/all_reduce.py" ::#

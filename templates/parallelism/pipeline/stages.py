@@ -1,0 +1,46 @@
+"""The stages of a pipeline: runs of the model's blocks, and the rank that holds each.
+
+2 ranks, 2 stages per rank, 8 blocks             1F1B, Interleaved, ...    V-shaped schedules
+blocks   0 1 | 2 3 | 4 5 | 6 7                   rank 0: stages 0 and 2    rank 0: stages 0 and 3
+stage      0     1     2     3                   rank 1: stages 1 and 3    rank 1: stages 1 and 2
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from .config import ParallelConfig
+
+
+class Stage(nn.Module):
+    """A run of blocks that computes in ``train.precision`` and always passes on fp32."""
+
+    def __init__(self, blocks: nn.Sequential, autocast: Callable[[], torch.autocast]) -> None:
+        super().__init__()
+        self.blocks, self.autocast = blocks, autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.autocast():
+            return self.blocks(x).float()
+
+
+def split_into_stages(model: nn.Sequential, config: ParallelConfig, pipeline_size: int) -> list[nn.Sequential]:
+    """Split ``model`` into the stages of a pipeline of ``pipeline_size`` ranks; blocks keep their names."""
+    weights = [sum(p.numel() for p in block.parameters()) for block in model]
+    lengths = config.split or balance(weights, pipeline_size * config.stages())
+    blocks = list(model.named_children())
+    return [nn.Sequential(OrderedDict(blocks[a:b])) for a, b in pairwise([0, *accumulate(lengths)])]
+
+
+def assign_stages(stages: int, pipeline_size: int, schedule: str) -> list[int]:
+    """Return the rank in its pipeline that holds each stage: round-robin, or there and back for V-shaped schedules."""
+    there = list(range(pipeline_size))
+    laps = [there, there[::-1] if schedule in ("ZBVZeroBubble", "DualPipeV") else there]
+    return [rank for lap in range(stages // pipeline_size) for rank in laps[lap % 2]]
+
+
+#:: include "parallelism/shared/balance.py" ::#

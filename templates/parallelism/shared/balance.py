@@ -1,0 +1,24 @@
+def balance(weights: Sequence[int], parts: int) -> list[int]:
+    """Split a sequence of blocks into ``parts`` runs so that the heaviest run is as light as possible.
+
+    Args:
+        weights: The weight of each block.
+        parts: Number of runs, at most the number of blocks.
+
+    Returns:
+        The number of blocks in each run, 1 or more.
+    """
+
+    @cache
+    def best(start: int, parts: int) -> tuple[int, int, list[int]]:
+        """Return the heaviest run, the sum of squares (which evens out the rest), and the lengths, from ``start``."""
+        if parts == 1:
+            total = sum(weights[start:])
+            return total, total**2, [len(weights) - start]
+        options = []
+        for end in range(start + 1, len(weights) - parts + 2):
+            first, (heaviest, squares, lengths) = sum(weights[start:end]), best(end, parts - 1)
+            options.append((max(first, heaviest), first**2 + squares, [end - start, *lengths]))
+        return min(options)
+
+    return best(0, parts)[2]

@@ -1,0 +1,7 @@
+def check_layout(layout: ParallelConfig, model: ModelConfig, train: TrainConfig, world_size: int) -> None:
+    """Refuse ranks that do not divide into replicas, and layers that do not divide into shards."""
+    check_replicas(layout.replicas, world_size)
+    model.check_shards(world_size // layout.replicas, layout.sequence_parallel)
+
+
+#:: include "parallelism/shared/replicas.py" ::#

@@ -1,0 +1,110 @@
+"""Tensor parallel: every rank holds a shard of each layer and computes its part of the layer's output.
+
+A block says how it can be sharded; one that does not is replicated, and all ranks compute the same in it. The ranks of
+one group read the same samples. With several groups, each reads its share of the batch, and ranks with the same shards
+sum their gradients.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from .config import Config
+from .runtime import Process
+from .strategy import LossFn, Strategy, prepare_blocks
+
+Replicated = tuple[nn.Module, str, Any]
+
+
+class Parallel(Strategy):
+    """The model as DTensors: sharded where a block has a plan, replicated elsewhere."""
+
+    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+        layout = config.parallel
+        shape = (layout.replicas, process.world_size // layout.replicas)
+        mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("data", "tensor"))
+        dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
+        super().__init__(loss_fn, config.train, process.device, dp_rank, layout.replicas, dp_group)
+        self.is_first = mesh.get_local_rank("tensor") == 0
+        prepare_blocks(model, config.train)
+        self.module = model
+        self.replicated: list[Replicated] = []
+        for block in model:  # One by one, so that the whole model is never on the device.
+            self.replicated += parallelize_block(block.to(self.device), mesh["tensor"], layout.sequence_parallel)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for some_inputs, some_targets in self.split(inputs, targets):
+            with self.local_parameters():
+                with self.autocast():
+                    loss = self.loss_fn(self.module(some_inputs), some_targets) / (self.microbatches * self.dp_size)
+                scaler.scale(loss).backward()
+            total += loss.detach()
+        if self.dp_size > 1:  # Each group has its part of the mean.
+            all_reduce_sum([gradient.to_local() for gradient in self.gradients()], self.dp_group)
+        if scaler.is_enabled():
+            # If one shard overflows, all have to skip the step: its NaN reaches every rank through the norm.
+            self.gradients()[0].to_local().add_(self.gradient_norm() * 0)
+        return total * self.is_first  # All ranks of a group have the same loss.
+
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        with self.local_parameters(), self.autocast():
+            outputs = self.module(inputs)
+        return outputs if self.is_first else None  # All ranks of a group have the same outputs.
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        norm = self.gradient_norm()
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
+        return norm
+
+    @contextmanager
+    def local_parameters(self) -> Iterator[None]:
+        """Let modules compute on replicated parameters as plain tensors, as ``torch.func.functional_call`` would.
+
+        Backward has to run inside as well: activation checkpointing runs modules again.
+        """
+        for module, name, parameter in self.replicated:
+            module._parameters[name] = parameter.to_local()
+        try:
+            yield
+        finally:
+            for module, name, parameter in self.replicated:
+                module._parameters[name] = parameter
+
+    def gradients(self) -> list[DTensor]:
+        """Return the gradients of this rank's shards, and of replicated parameters."""
+        return [p.grad for p in self.module.parameters() if isinstance(p.grad, DTensor)]
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole model's gradient, over all shards."""
+        norm: DTensor = nn.utils.get_total_norm(self.gradients())  # type: ignore[assignment]
+        return norm.full_tensor()
+
+
+def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> list[Replicated]:
+    """Shard a block by its ``tensor_plan``, and replicate its other parameters, so that the optimizer sees one kind.
+
+    Returns:
+        The replicated parameters, on which modules compute as plain tensors.
+    """
+    plan = getattr(block, "tensor_plan", None)
+    if plan is not None:
+        parallelize_module(block, mesh, plan(sequence_parallel), src_data_rank=None)
+    replicated = []
+    for module in block.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(whole))
+                replicated.append((module, name, module.get_parameter(name)))
+    return replicated
+
+
+#:: include "parallelism/shared/all_reduce.py" ::#

@@ -1,1 +1,0 @@
-#:: extends "tracker/base.py" ::#

@@ -1,0 +1,76 @@
+"""Metrics and progress of a run. A record is one line of ``metrics.jsonl``, written by one call of ``Tracker.log``:
+
+{"event": "train", "step": 10, "epoch": 0, "loss": 2.1, "lr": 0.001, "grad_norm": 1.4, "samples_per_second": 2214.0}
+{"event": "eval", "step": 110, "split": "test", "num_samples": 360, "loss": 0.31, ...}
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from .metrics import draw_curves, truncate_metrics
+
+
+class Tracker:
+    """Records a run in ``run_dir`` on rank 0; on the other ranks, its methods do nothing.
+
+    On a terminal it shows a progress bar; elsewhere it prints a line for each record. At the end it draws the loss and
+    ``best_metric``.
+    """
+
+    def __init__(self, run_dir: Path, is_main: bool, best_metric: str) -> None:
+        self.run_dir, self.is_main, self.best_metric = run_dir, is_main, best_metric
+        self.metrics: TextIO | None = None
+        self.bar = tqdm(disable=True)
+        #:: block attributes ::#
+        #:: endblock ::#
+
+    @contextmanager
+    def record(self, done: int, total: int) -> Iterator[None]:
+        """Record a run of ``total`` steps for the length of a ``with`` block.
+
+        Records after the ``done`` steps of earlier starts are those of an interrupted run, and are dropped.
+        """
+        if not self.is_main:
+            yield
+            return
+        path = self.run_dir / "metrics.jsonl"
+        truncate_metrics(path, done)
+        bar = tqdm(total=total, initial=done, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        with ExitStack() as stack:
+            self.metrics = stack.enter_context(open(path, "a", encoding="utf-8", buffering=1))
+            self.bar = stack.enter_context(bar)
+            #:: block open ::#
+            #:: endblock ::#
+            yield
+        draw_curves(path, self.run_dir / "curves.png", self.best_metric)
+
+    def advance(self) -> None:
+        """Count one step."""
+        self.bar.update()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write a record (``event``, ``step`` and metrics) everywhere."""
+        if self.metrics is None:
+            return
+        self.metrics.write(json.dumps(record) + "\n")
+        #:: block log ::#
+        #:: endblock ::#
+        metrics = "  ".join(
+            f"{name} {value:.4g}" for name, value in record.items() if isinstance(value, int | float) and name != "step"
+        )
+        if record["event"] == "train" and not self.bar.disable:
+            self.bar.set_postfix_str(f"loss {record['loss']:.4g}")
+        else:
+            self.print(f"{record['event']} step {record['step']}  {metrics}")
+
+    def print(self, text: str) -> None:
+        """Print one line, above the progress bar if there is one."""
+        if self.is_main:
+            tqdm.write(text)
+            sys.stdout.flush()

@@ -1,0 +1,13 @@
+"""Checkpoints: saving a run and resuming it, under any strategy and on any number of ranks.
+
+    step-00000440.pt     full: one file, which rank 0 assembles and writes; loads into any PyTorch program
+    step-00000440.dcp    sharded: a folder into which each rank writes what it holds, while training continues
+
+Both hold the same: full tensors under the names of the whole model, and the rest of the run's state.
+
+This room knows modules, optimizers and the process group; it does not know how the work is split, nor what is trained.
+"""
+
+from .checkpointer import Checkpointer, Progress
+from .convert import convert
+from .loading import load, read_on_main

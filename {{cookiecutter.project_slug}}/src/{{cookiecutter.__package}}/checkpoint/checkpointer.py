@@ -1,0 +1,173 @@
+"""Saving and restoring a run. This is what a full checkpoint holds, as ``torch.load`` returns it:
+
+{"model": {"head.linear.weight": tensor, ...},                       a plain state dict
+ "optimizer": {"head.linear.weight": {"exp_avg": ...}, ...},         keyed by parameter
+ "param_groups": [...], "scheduler": {...}, "scaler": {...},
+ "progress": {"step": 440, "epoch": 20, ...},
+ "rng": [...],                                                       one state per rank
+ "config": {...}, "format": 1}
+"""
+
+import copy
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config import CheckpointConfig, UserError
+from ..launch import list_checkpoints
+from ..runtime import Process, get_rng_state, on_main, remove, set_rng_state, write_atomically
+from . import sharded
+from .loading import FORMAT, DamagedCheckpointError, load, read_on_main
+from .state_dict import flat_state_dict, gather_full_tensors, unflatten
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0  # Optimizer steps done.
+    epoch: int = 0  # Passes over the training set done.
+    samples: int = 0  # Samples of the current epoch consumed, over all ranks.
+    best_step: int | None = None  # Step of the best evaluation so far.
+    best_value: float | None = None  # Its value of the metric that selects the best checkpoint.
+    evaluation_due: bool = False  # The run was stopped during the evaluation after this step.
+
+
+class Checkpointer:
+    """Saves and restores one run; its methods are collectives.
+
+    Args:
+        module: What this rank holds of the model.
+        optimizer: Its optimizer.
+        stateful: Other objects with ``state_dict`` and ``load_state_dict`` (scheduler, scaler), by name.
+        settings: All settings of the run, which go into each checkpoint.
+        run_dir: The run directory.
+        config: What to save, and how much to keep.
+        process: This process.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stateful: Mapping[str, Any],
+        settings: Mapping[str, Mapping[str, Any]],
+        run_dir: Path,
+        config: CheckpointConfig,
+        process: Process,
+    ) -> None:
+        self.module, self.optimizer, self.stateful = module, optimizer, stateful
+        self.settings, self.run_dir, self.config, self.process = settings, run_dir, config, process
+        self.pending: tuple[Future[Any], Path] | None = None
+        # Sharded saves exchange messages in a thread, while training does: in a group of their own.
+        self.group: Any = dist.new_group(backend="gloo") if config.format == "sharded" else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for a pending save. If the run has failed, its error is reported, not that of the save."""
+        try:
+            self.wait()
+        except UserError:
+            if kind is None:
+                raise
+
+    def wait(self) -> None:
+        """Wait for the pending save, if there is one; raises UserError on every rank if one could not write."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            future, path = pending
+            with sharded.one_line_errors(f"{path} could not be written", UserError):
+                future.result()
+
+    def save(self, progress: Progress) -> None:
+        """Save the run as it is after ``progress.step`` steps, and remove checkpoints that are no longer kept.
+
+        A sharded checkpoint is copied to the CPU and written while training continues; the next save waits for it.
+        Raises UserError on every rank if this or the previous save could not be written.
+        """
+        self.wait()
+        tensors = flat_state_dict(self.module, self.optimizer)
+        header = self.build_header(progress)
+        path = self.run_dir / "checkpoints" / f"step-{progress.step:08d}.pt"
+        clean_up = partial(prune, self.run_dir, self.config.keep, progress.best_step)
+
+        if self.config.format == "sharded":
+            path = path.with_suffix(".dcp")
+            writer = sharded.Writer(path, header, on_finish=clean_up)
+            on_main(writer.make_folder)
+            self.pending = sharded.start_save(tensors, writer, self.group), path
+            return
+
+        full = gather_full_tensors(tensors, self.process.device)
+
+        def write() -> None:
+            write_atomically(path, lambda file: torch.save(unflatten(full) | header, file))
+            clean_up()
+
+        on_main(write)
+
+    def build_header(self, progress: Progress) -> dict[str, Any]:
+        """Return everything in a checkpoint but its tensors, complete on rank 0; a collective."""
+        rng: list[Any] | None = [None] * self.process.world_size if self.process.is_main else None
+        dist.gather_object(get_rng_state(self.process.device), rng)
+        header = {name: each.state_dict() for name, each in self.stateful.items()}
+        header["param_groups"] = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        header.update(format=FORMAT, progress=asdict(progress), rng=rng, config=self.settings)
+        return copy.deepcopy(header)  # It may be written after the next steps.
+
+    def restore(self, candidates: Sequence[Path]) -> Progress:
+        """Resume from the first of ``candidates`` that can be read; start fresh if there are none.
+
+        Refuses candidates none of which can be read, and the checkpoint of another model.
+        """
+        for path in candidates:
+            try:
+                header, state = read_on_main(path)
+                self.check_model(header)
+                load(path, header, state, self.module, self.process.device, self.optimizer)
+                return self.restore_header(header)
+            except DamagedCheckpointError as error:
+                if path == candidates[-1]:
+                    raise
+                if self.process.is_main:
+                    print(f"{error}; resuming from the one before", file=sys.stderr)
+        return Progress()
+
+    def check_model(self, header: Mapping[str, Any]) -> None:
+        """Refuse the checkpoint of another model."""
+        saved = header["config"]["model"]
+        for key, wanted in self.settings["model"].items():
+            if saved.get(key) != wanted:
+                raise UserError(
+                    f"the checkpoint's model has model.{key} = {saved.get(key)}, this run's has {wanted}; give the "
+                    "same, or another run.dir"
+                )
+
+    def restore_header(self, header: Mapping[str, Any]) -> Progress:
+        """Restore what ``build_header`` returned."""
+        for group, options in zip(self.optimizer.param_groups, header["param_groups"], strict=True):
+            group.update(options)
+        for name, each in self.stateful.items():
+            each.load_state_dict(header[name])
+        if len(header["rng"]) == self.process.world_size:
+            set_rng_state(header["rng"][self.process.rank], self.process.device)
+        return Progress(**header["progress"])
+
+
+def prune(run_dir: Path, keep: int, best_step: int | None) -> None:
+    """Remove what a killed save left, and all checkpoints but the ``keep`` newest and the best."""
+    for path in (run_dir / "checkpoints").glob("step-*.tmp"):
+        remove(path)
+    for path in list_checkpoints(run_dir)[:-keep]:
+        if path.stem != f"step-{best_step or 0:08d}":
+            remove(path)

@@ -1,0 +1,85 @@
+"""Reading checkpoints of either format; no code from them is ever run."""
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime import on_main
+from . import sharded
+from .sharded import DamagedCheckpointError
+from .state_dict import drop_missing_state, flat_state_dict, flatten, scatter_full_tensors
+
+# Written into each checkpoint; one with another format is refused.
+FORMAT = 1
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU; of a folder, only the header.
+
+    Raises:
+        DamagedCheckpointError: if it cannot be read, was cut short or altered, or has another format.
+    """
+    is_folder = path.is_dir()
+    file = path / sharded.HEADER if is_folder else path
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise DamagedCheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong")
+        with torch.serialization.safe_globals(sharded.DESCRIPTIONS if is_folder else []):
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0]
+        raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {reason}") from None
+    parts = {"metadata", "checksums"} if is_folder else {"model", "optimizer"}
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not parts <= content.keys():
+        raise DamagedCheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
+    return content
+
+
+def read_on_main(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a checkpoint on rank 0; only rank 0 needs access to the file of a full one. A collective.
+
+    Returns:
+        The header on every rank: all but the tensors, and their ``names``. And the whole content on rank 0.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if it cannot be read.
+    """
+    content: dict[str, Any] = {}
+
+    def read_header() -> dict[str, Any]:
+        content.update(read(path))
+        header = {name: part for name, part in content.items() if name not in ("model", "optimizer")}
+        names = getattr(header["metadata"], "state_dict_metadata", ()) if "metadata" in header else flatten(content)
+        return header | {"names": list(names)}
+
+    return on_main(read_header), content
+
+
+def load(
+    path: Path,
+    header: Mapping[str, Any],
+    state: Mapping[str, Any],
+    module: nn.Module,
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Fill what this rank holds of a model, and its optimizer if there is one, from a checkpoint; a collective.
+
+    ``header`` and ``state`` are what ``read_on_main`` returned; from a folder, each rank reads its part itself. Refuses
+    the checkpoint of another model, on every rank.
+    """
+    tensors = flat_state_dict(module, optimizer)
+    if optimizer is not None:
+        drop_missing_state(tensors, header["names"], module, optimizer)
+    if "metadata" in header:
+        sharded.load(path, header, tensors)
+    else:
+        wanted = state if optimizer is not None else {"model": state.get("model", {})}
+        scatter_full_tensors(flatten(wanted), tensors, device)

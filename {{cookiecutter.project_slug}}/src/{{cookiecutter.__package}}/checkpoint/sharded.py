@@ -1,0 +1,178 @@
+"""Sharded checkpoints: a folder into which every rank writes what it holds, while training continues.
+
+step-00000440.dcp/
+    __0_0.distcp, __1_0.distcp, ...    the tensors, one file per rank, written by torch.distributed.checkpoint (DCP)
+    header.pt                          the rest of the state; of each tensor, where it is and its checksum
+    .metadata                          DCP's own index, for other tools; a pickle, so it is never loaded here
+"""
+
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.futures import Future
+
+from ..config import UserError
+from ..runtime import disk_errors, publish, remove, write_atomically
+
+HEADER = "header.pt"
+PICKLE = _StorageInfo(".metadata", offset=0, length=-1)  # The whole file: only its checksum is verified.
+
+# The classes that describe tensors in the header, beside built-in types: they hold data only. BytesStorageMetadata is
+# left out on purpose: no entry can then be an object, which DCP would unpickle.
+DESCRIPTIONS: list[Any] = [
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.TensorStorageMetadata,
+    metadata.TensorProperties,
+    metadata._MEM_FORMAT_ENCODING,
+    metadata.ChunkStorageMetadata,
+    _StorageInfo,
+]
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint cannot be read; the one before it may be intact."""
+
+
+class Writer(FileSystemWriter):
+    """Writes the folder ``path`` under a temporary name, and renames it when all ranks are done: complete or absent.
+
+    On rank 0, ``header`` is the content of its header, and ``on_finish`` is called at the end.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any], on_finish: Callable[[], None] = lambda: None) -> None:
+        super().__init__(path.with_suffix(".tmp"))
+        self.temporary, self.target = path.with_suffix(".tmp"), path
+        self.header, self.on_finish = header, on_finish
+
+    def make_folder(self) -> None:
+        """Create the folder, without what a killed save left in it; on one rank, before the others write."""
+        if self.temporary.exists():
+            shutil.rmtree(self.temporary)
+        self.temporary.mkdir(parents=True)
+
+    def storage_meta(self) -> metadata.StorageMeta | None:
+        """Return nothing: a checkpoint may be moved, so it does not record where it was written."""
+        return None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Write this rank's tensors; returns DCP's records of them, and their checksums."""
+        with disk_errors(self.temporary):
+            records = super().write_data(plan, planner).wait()
+        done: Future[Any] = Future()
+        done.set_result((records, compute_checksums(self.temporary, (record.storage_data for record in records))))
+        return done
+
+    def finish(self, metadata: metadata.Metadata, results: list[Any]) -> None:
+        """Write the header and rename the folder, on rank 0, when all ranks have written their tensors."""
+        super().finish(metadata, [records for records, _ in results])
+        checksums = compute_checksums(self.temporary, [PICKLE])
+        for _, of_rank in results:
+            checksums |= of_rank
+        content = {**self.header, "metadata": metadata, "checksums": checksums}
+        write_atomically(self.temporary / HEADER, lambda file: torch.save(content, file))
+        if self.target.exists():  # It was damaged, or the run would have resumed from it.
+            remove(self.target)
+        publish(self.temporary, self.target)
+        self.on_finish()
+
+
+class Reader(FileSystemReader):
+    """Reads tensors from where the header says they are, and verifies their checksums."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        super().__init__(path)
+        self.folder, self.metadata, self.checksums = path, header["metadata"], header["checksums"]
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """Return the index from the header, instead of loading DCP's pickle."""
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Verify this rank's share of all checksums, and read what it needs."""
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        infos = [PICKLE, *self.storage_data.values()][rank::world_size]
+        for key, checksum in compute_checksums(self.folder, infos).items():
+            if self.checksums.get(key) != checksum:
+                raise DamagedCheckpointError(f"the checksum of {key[0]} is wrong at byte {key[1]}")
+        return super().read_data(plan, planner)
+
+
+def compute_checksums(folder: Path, infos: Iterable[_StorageInfo]) -> dict[tuple[str, int], int]:
+    """Return the CRC-32 of byte ranges in the files of ``folder``, by file name and offset."""
+    checksums = {}
+    for info in infos:
+        with open(folder / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            checksums[info.relative_path, info.offset] = zlib.crc32(file.read(info.length))
+    return checksums
+
+
+def start_save(tensors: dict[str, Tensor], writer: Writer, group: dist.ProcessGroup) -> futures.Future[Any]:
+    """Copy what this rank holds to the CPU, and let a thread write the copy; a collective.
+
+    The threads exchange messages while training does, so ``group`` must have no other use.
+    """
+    pending = state_dict_saver.async_save(tensors, storage_writer=writer, process_group=group)
+    assert isinstance(pending, futures.Future)  # It is one unless copying is asynchronous as well.
+    return pending
+
+
+def load(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Fill the tensors that this rank holds; together, the ranks verify every checksum. A collective.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if one could not read its part, or found a wrong checksum.
+    """
+    with one_line_errors(f"{path} is not a readable checkpoint", DamagedCheckpointError):
+        state_dict_loader.load(tensors, storage_reader=Reader(path, header))
+
+
+def save_in_one_process(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write a folder without a process group."""
+    writer = Writer(path, header)
+    writer.make_folder()
+    with one_line_errors(f"{path} could not be written", UserError):
+        state_dict_saver.save(tensors, storage_writer=writer, no_dist=True)
+
+
+def load_in_one_process(path: Path, header: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all tensors of a folder, whole, without a process group.
+
+    Raises:
+        DamagedCheckpointError: if they are not what the header says, or too large for this machine.
+    """
+    try:
+        saved = header["metadata"].state_dict_metadata
+        names = header["metadata"].planner_data  # In the order of the model.
+        tensors = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {reason}") from None
+    load(path, header, tensors)
+    return tensors
+
+
+@contextmanager
+def one_line_errors(message: str, kind: type[UserError]) -> Iterator[None]:
+    """Raise the first error of any rank as one ``kind`` with ``message``; DCP has a traceback for each."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+            yield
+    except CheckpointException as error:
+        first = next(failure for failure, _ in error.failures.values())
+        raise kind(f"{message}: {str(first) or type(first).__name__}") from None

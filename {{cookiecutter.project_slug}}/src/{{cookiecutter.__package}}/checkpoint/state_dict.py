@@ -1,0 +1,113 @@
+"""The state of model and optimizer as one flat dictionary, gathered to rank 0 and scattered from there.
+
+    model.head.linear.weight                  optimizer.head.linear.weight.exp_avg
+
+A tensor may be whole on every rank, a shard on each (DTensor), or held by some ranks only; its name is the same on all.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..config import UserError
+from ..runtime import all_gather_object
+
+
+def flat_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """Return what this rank holds by name: the tensors themselves, not copies."""
+    tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items()}
+    if optimizer is not None:
+        # Creates the state of an optimizer that has taken no step yet, so that it can be filled.
+        state: Any = get_optimizer_state_dict(module, optimizer)["state"]
+        tensors |= {f"optimizer.{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
+    return tensors
+
+
+def drop_missing_state(
+    tensors: dict[str, Tensor], saved: Collection[str], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Delete the optimizer state of parameters that have none in a checkpoint: they had no gradient when it was saved.
+
+    Their entries are removed from ``tensors``, and from the optimizer; ``saved`` are the names in the checkpoint.
+    """
+    with_state = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in module.named_parameters():
+        if f"optimizer.{name}" not in with_state:
+            optimizer.state.pop(parameter, None)
+            for key in [key for key in tensors if key.rpartition(".")[0] == f"optimizer.{name}"]:
+                del tensors[key]
+
+
+def gather_full_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Gather what the ranks hold to rank 0, whole and on the CPU, through ``device``; a collective.
+
+    Returns:
+        The full tensors by name on rank 0; nothing on the others.
+    """
+    outlines = all_gather_object({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    # All ranks take the names in the same order, so that those with a shard of a tensor gather it together.
+    owners: dict[str, int] = {}
+    for rank, outline in enumerate(outlines):
+        owners |= {name: rank for name in outline if name not in owners}
+    rank, full = dist.get_rank(), {}
+    for name, owner in owners.items():
+        if name in tensors:
+            tensor = tensors[name]
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if rank == owner and rank != 0:
+                dist.send(tensor.to(device).contiguous(), dst=0)
+        elif rank == 0:
+            shape, dtype = outlines[owner][name]
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(tensor, src=owner)
+        if rank == 0:
+            full[name] = tensor.detach().cpu()
+    return full
+
+
+def scatter_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Copy rank 0's ``full`` tensors into what each rank holds of them, one at a time through ``device``; a collective.
+
+    Refuses, on every rank, if a tensor that a rank holds is missing or has another shape.
+    """
+    outline: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in full.items()}]
+    dist.broadcast_object_list(outline, src=0)
+    unfit = [name for name, tensor in tensors.items() if outline[0].get(name, (None,))[0] != tensor.shape]
+    if names := [name for of_rank in all_gather_object(unfit) for name in of_rank]:
+        raise UserError(f"the checkpoint does not fit the model: {names[0]} is missing or differs")
+    for name, (shape, dtype) in outline[0].items():
+        whole = full[name].to(device) if dist.get_rank() == 0 else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(whole, src=0)
+        own = tensors.get(name)
+        if isinstance(own, DTensor):
+            shard = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+            own.to_local().copy_(shard.to_local())
+        elif own is not None:
+            own.copy_(whole)
+
+
+def unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a flat state as it is stored: ``model`` is a plain state dict, ``optimizer`` is keyed by parameter."""
+    model: dict[str, Tensor] = {}
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        part, name = path.split(".", maxsplit=1)
+        if part == "model":
+            model[name] = tensor
+        else:
+            parameter, key = name.rsplit(".", maxsplit=1)
+            optimizer.setdefault(parameter, {})[key] = tensor
+    return {"model": model, "optimizer": optimizer}
+
+
+def flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the flat state of a stored one; the inverse of ``unflatten``."""
+    tensors = {f"model.{name}": tensor for name, tensor in state.get("model", {}).items()}
+    for name, entry in state.get("optimizer", {}).items():
+        tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in entry.items()}
+    return tensors

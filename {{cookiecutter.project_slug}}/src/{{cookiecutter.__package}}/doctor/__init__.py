@@ -1,0 +1,7 @@
+"""``doctor``: checks machines, interconnect and disk before a long run, and prints a table of what it found.
+
+It is handed what the run needs (``Requirements``), and does not know the model, the data or the strategy.
+"""
+
+from .examine import examine
+from .report import Requirements

@@ -1,0 +1,71 @@
+"""Parsing the command line: a subcommand, paths, and settings from a YAML file and from arguments.
+
+train --config configs/default.yaml --optim.lr 1e-3
+convert --checkpoint runs/large/checkpoints/step-00000100.dcp --output large.pt
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from jsonargparse import ArgumentParser
+
+from ..config import sections
+from .environment import exit_with_error
+
+
+class Command(NamedTuple):
+    """A subcommand."""
+
+    help: str
+    paths: tuple[str, ...] = ()  # Which of --checkpoint and --output it needs.
+    trains: bool = False  # It takes optimizer steps or prepares for them, so the global batch has to divide.
+    has_settings: bool = True
+
+
+class Parser(ArgumentParser):
+    """A parser that reports an error as one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        exit_with_error(message)
+
+
+def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Parse the words after ``python -m <package>``; refuses an unknown key or a wrong type.
+
+    Returns:
+        The subcommand, its settings as nested dictionaries (empty if it takes none), and its paths by name.
+    """
+    # jsonargparse cannot parse --checkpoint beside the section of that name.
+    path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    path_parser.add_argument("--checkpoint")
+    path_parser.add_argument("--output")
+    given, rest = path_parser.parse_known_args(argv)
+
+    parser = Parser(prog=__package__.partition(".")[0], description="Distributed training in plain PyTorch.")
+    subparsers = parser.add_subcommands(required=True, dest="command")
+    for name, command in commands.items():
+        subparsers.add_subcommand(name, build_parser(name, command), help=command.help)
+    parsed = parser.parse_args(rest)
+
+    name, paths = parsed.command, vars(given)
+    command = commands[name]
+    if name == "train" and paths:
+        exit_with_error("train takes no --checkpoint and no --output, but --checkpoint.resume PATH to start from one")
+    if paths.keys() != set(command.paths):
+        needed = " and ".join(f"--{path} PATH" for path in command.paths) or "neither"
+        exit_with_error(f"of --checkpoint and --output, {name} needs {needed}")
+    settings = {key: vars(parsed[name][key]) for key in sections()} if command.has_settings else {}
+    return name, settings, paths
+
+
+def build_parser(name: str, command: Command) -> ArgumentParser:
+    """Build the parser of a subcommand, with every setting by section."""
+    parser = Parser()
+    if command.has_settings:
+        parser.add_argument("--config", action="config", help="YAML file of settings; later arguments override it.")
+        for section, kind in sections().items():
+            parser.add_class_arguments(kind, section)
+    if name == "evaluate":
+        parser.set_defaults({"run.dir": ""})  # Only if it is given does the record go into its metrics.jsonl.
+    return parser

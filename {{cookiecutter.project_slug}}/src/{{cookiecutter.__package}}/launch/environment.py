@@ -1,0 +1,159 @@
+"""Which process of a run this is, as its launcher says in the environment.
+
+started by                   rank, world size, ...                    rendezvous (where rank 0 waits)
+torchrun, or compatible      RANK, WORLD_SIZE, LOCAL_RANK, ...        MASTER_ADDR and MASTER_PORT
+srun                         SLURM_PROCID, SLURM_STEP_NUM_TASKS, ...  first host of the step, port from the job's id
+mpirun (Open MPI)            OMPI_COMM_WORLD_RANK, ...                MASTER_ADDR, port from the job's name
+mpiexec (MPICH, Intel MPI)   PMI_RANK, MPI_LOCALRANKID, ...           MASTER_ADDR, port from the parent's id
+nothing                      the only process of its run              none needed
+"""
+
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ..config import UserError
+
+Env = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """One process of a run."""
+
+    rank: int = 0  # Its number in the run.
+    local_rank: int = 0  # Its number on this machine.
+    world_size: int = 1  # Processes in the run.
+    local_world_size: int = 1  # Processes on this machine.
+    launcher: str = "none"  # torchrun (or whatever sets its variables), srun, mpirun or none.
+    rendezvous: str | None = None  # host:port of rank 0; None if MASTER_ADDR and MASTER_PORT say it.
+
+
+def find_process_info(env: Env = os.environ) -> ProcessInfo:
+    """Return which process this is; refuses variables that are incomplete or contradict each other.
+
+    With one launcher inside another, the inner one counts: torchrun in a Slurm task, or the processes of ``mpirun``,
+    which may have been started through ``srun``.
+    """
+    for variable, read in LAUNCHERS.items():
+        if variable in env:
+            try:
+                info = read(env)
+            except (KeyError, ValueError) as error:
+                message = f"{variable} is set, but the launcher's other variables do not match it: {error}"
+                raise UserError(message) from None
+            local_rank, local_world_size = info.local_rank, info.local_world_size
+            if not (0 <= info.rank < info.world_size and 0 <= local_rank < local_world_size <= info.world_size):
+                raise UserError(f"{variable} is set, but the launcher's variables contradict each other: {info}")
+            return info
+    return ProcessInfo()
+
+
+def read_torchrun(env: Env) -> ProcessInfo:
+    """Read torchrun's variables, which may also be set by hand: without the local ones, there is one machine."""
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    local_rank, local_world_size = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world_size))
+    return ProcessInfo(rank, local_rank, world_size, local_world_size, "torchrun")
+
+
+def read_srun(env: Env) -> ProcessInfo:
+    """Read ``srun``'s variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES."""
+    world_size = int(env["SLURM_STEP_NUM_TASKS"])
+    local_world_size = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[int(env["SLURM_NODEID"])]
+    host = "127.0.0.1" if local_world_size == world_size else first_host(env["SLURM_STEP_NODELIST"])
+    # Each step of each job gets a port of its own.
+    rendezvous = build_rendezvous(env, host, port_for(f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"))
+    rank, local_rank = int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"])
+    return ProcessInfo(rank, local_rank, world_size, local_world_size, "srun", rendezvous)
+
+
+def read_mpi(env: Env, *names: str) -> ProcessInfo:
+    """Read the variables of an ``mpirun``, which does not tell where rank 0 is."""
+    rank, local_rank, world_size, local_world_size = (int(env[name]) for name in names)
+    on_one_machine = local_world_size == world_size
+    if not (on_one_machine or "MASTER_ADDR" in env):
+        raise UserError("mpirun started ranks on several machines: name that of rank 0, as in -x MASTER_ADDR=HOST")
+    # Ranks of a job without a name have the same parent on one machine; on several, nothing tells two jobs apart.
+    job = env.get("PMIX_NAMESPACE", str(os.getppid()) if on_one_machine else "")
+    rendezvous = build_rendezvous(env, "127.0.0.1", port_for(job))
+    return ProcessInfo(rank, local_rank, world_size, local_world_size, "mpirun", rendezvous)
+
+
+# Open MPI: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
+OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
+# Hydra, the mpiexec of MPICH and Intel MPI.
+HYDRA = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
+# The variable that reveals each launcher, and how to read the others; the first one that is set counts.
+# SLURM_STEP_NUM_TASKS is set for what srun starts, but not for a batch script, which is one process.
+LAUNCHERS: dict[str, Callable[[Env], ProcessInfo]] = {
+    "RANK": read_torchrun,
+    "OMPI_COMM_WORLD_RANK": lambda env: read_mpi(env, *OPEN_MPI),
+    "MPI_LOCALRANKID": lambda env: read_mpi(env, *HYDRA),
+    "SLURM_STEP_NUM_TASKS": read_srun,
+}
+
+
+def build_rendezvous(env: Env, host: str, port: int) -> str:
+    """Return ``host:port``, where MASTER_ADDR and MASTER_PORT take precedence."""
+    return f"{env.get('MASTER_ADDR', host)}:{env.get('MASTER_PORT', port)}"
+
+
+def port_for(job: str) -> int:
+    """Return a port that all ranks of ``job`` compute alike, below the range of ephemeral ports."""
+    return 20000 + zlib.crc32(job.encode()) % 12000
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's counts into one number per node: ``2(x3),1`` becomes ``[2, 2, 2, 1]``."""
+    counts = (re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(","))
+    return [int(count[1]) for count in counts if count for _ in range(int(count[2] or 1))]
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of Slurm's node list: ``n07`` of ``n[07-09,12],login``."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
+    if match is None:
+        raise ValueError(f"no node in {nodes!r}")
+    return "".join(part or "" for part in match.groups())
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run: how many, which one this is (from 0), and the rendezvous on the first one."""
+
+    count: int = 1
+    rank: int = 0
+    head: str = "127.0.0.1"
+    port: int = 0  # The system chooses a free one.
+
+
+def read_nodes(env: Env = os.environ) -> Nodes:
+    """Return the machines of this run; one, unless NODES is set, which then needs NODE_RANK, HEAD and PORT."""
+    if env.get("NODES", "1") == "1":
+        return Nodes()
+    try:
+        return Nodes(int(env["NODES"]), int(env["NODE_RANK"]), env["HEAD"], int(env["PORT"]))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"NODES is set, but one of NODE_RANK, HEAD and PORT is missing or wrong: {error}") from None
+
+
+def is_restart(env: Env = os.environ) -> bool:
+    """Return whether this process was started before in this same job; not every rank may know, so ask all of them."""
+    return any(int(env.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def is_first_on_machine(env: Env = os.environ) -> bool:
+    """Return whether this process is local rank 0, or has no local rank."""
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    return next((env[name] for name in names if name in env), "0") == "0"
+
+
+def exit_with_error(message: str, *, on_every_rank: bool = False) -> NoReturn:
+    """Exit with code 2 after one line on stderr: once per machine, or ``on_every_rank`` if only this rank has it."""
+    if on_every_rank or is_first_on_machine():
+        print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,66 @@
+"""The run directory before a run: which checkpoint it may resume from, and the lock that keeps other runs out."""
+
+import fcntl
+import os
+import re
+import time
+from pathlib import Path
+
+from ..config import UserError
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first: full ones are files, sharded ones are folders."""
+    paths = (run_dir / "checkpoints").glob("step-*")
+    return sorted(path for path in paths if re.fullmatch(r"step-\d+\.(pt|dcp)", path.name))
+
+
+def find_resume_candidates(run_dir: Path, resume: str, restarted: bool) -> list[Path]:
+    """Return the checkpoints that a run may resume from, first choice first; none for a fresh start.
+
+    Refuses a directory whose content ``checkpoint.resume`` forbids. A ``restarted`` job always resumes what it saved.
+    """
+    saved = list_checkpoints(run_dir)
+    if resume == "auto" or (saved and restarted):
+        return saved[::-1]
+    newest = f"{run_dir} holds {saved[-1].name}" if saved else ""
+    if resume == "never":
+        if saved:
+            raise UserError(f"{newest} and checkpoint.resume is never; give another run.dir")
+        return []
+    path = Path(resume)
+    if not path.exists():
+        raise UserError(f"checkpoint.resume is {resume}: no such file; give auto, never or the path of a checkpoint")
+    if saved and path.resolve() != saved[-1].resolve():
+        raise UserError(f"{newest} already; to start from {resume}, give another run.dir")
+    return [path]
+
+
+def acquire_run_directory(run_dir: Path, resume: str, restarted: bool) -> list[Path]:
+    """Create and lock the run directory, which then belongs to this process until it ends.
+
+    Refuses a directory that is in use; otherwise as ``find_resume_candidates``. Raises OSError if it cannot be written.
+    """
+    find_resume_candidates(run_dir, resume, restarted)  # Refuses before anything is written.
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock(run_dir)
+    return find_resume_candidates(run_dir, resume, restarted)  # The previous owner of the lock may have saved.
+
+
+def lock(run_dir: Path, patience: float = 10.0) -> None:
+    """Keep other runs out of ``run_dir`` as long as this process lives; refuses it if another run has it.
+
+    A POSIX record lock ends with its process, however that ends, and no child inherits it. A killed run needs a moment
+    to end, so it is given ``patience`` seconds.
+    """
+    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise UserError(f"{run_dir} is in use by another run; wait for it, or give another run.dir") from None
+            time.sleep(0.2)

@@ -1,0 +1,8 @@
+"""What a run reports: metrics and progress while it trains, curves at the end, where it came from, how fast it is.
+
+This room is handed records, file names and measurements; it does not know the model, the data or the strategy.
+"""
+
+from .benchmark import benchmark
+from .provenance import write_provenance
+from .tracker import Tracker

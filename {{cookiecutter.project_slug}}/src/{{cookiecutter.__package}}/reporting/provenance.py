@@ -1,0 +1,65 @@
+"""Where a run came from: its settings, command, code, template and machine, written into the run directory."""
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..runtime import Process, replace_text
+
+PACKAGE = "{{ cookiecutter.__package }}"
+PROJECT = Path(__file__).parents[3]
+DEPENDENCIES = ("torch", "numpy", "jsonargparse")
+
+
+def write_provenance(run_dir: Path, settings: Mapping[str, Any], process: Process) -> None:
+    """Write ``config.yaml`` and ``provenance.json``, which keeps the records of earlier starts, newest first."""
+    replace_text(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+    path, earlier = run_dir / "provenance.json", []
+    if path.exists():
+        previous = json.loads(path.read_text(encoding="utf-8"))
+        earlier = [previous, *previous.pop("earlier", [])]
+    content = describe(process) | {"earlier": earlier}
+    replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def describe(process: Process) -> dict[str, Any]:
+    """Return everything needed to repeat a run, besides its settings."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, "-m", PACKAGE, *sys.argv[1:]]),
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": None if (status := git("status", "--porcelain")) is None else bool(status),
+        "template": read_template_answers(),
+        "python": sys.version.split()[0],
+        "packages": {name: metadata.version(name) for name in DEPENDENCIES},
+        "host": socket.gethostname(),
+        "world_size": process.world_size,
+        "device": str(process.device),
+    }
+
+
+def git(*arguments: str) -> str | None:
+    """Return what git prints about this project; None if there is no git or no repository."""
+    try:
+        command = ["git", "-C", str(PROJECT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def read_template_answers() -> dict[str, Any] | None:
+    """Return the template's version and the answers that made this project, from ``pyproject.toml``."""
+    path = PROJECT / "pyproject.toml"
+    if not path.is_file():
+        return None
+    return tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("ddp-template")

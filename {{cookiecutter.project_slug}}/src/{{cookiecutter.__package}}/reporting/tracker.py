@@ -1,0 +1,1 @@
+#:: include "tracker/" ~ cookiecutter.tracker ~ "/tracker.py" ::#

@@ -1,0 +1,20 @@
+"""What a rank needs while it runs: its process group, random state, stop signals, failure reports, safe files.
+
+It knows the settings of the process group and what ``launch`` found out, and nothing of the model, data or loop.
+"""
+
+from .failures import report_failures
+from .files import disk_errors, publish, remove, replace_text, write_atomically
+from .process_group import (
+    Process,
+    all_gather_object,
+    choose_backend,
+    choose_device,
+    find_process,
+    on_main,
+    process_group,
+    rendezvous_arguments,
+    set_timeout,
+)
+from .random_state import get_rng_state, seed_rank, set_exact_arithmetic, set_rng_state
+from .stop_signal import Stopped, StopSignal, exit_stopped

@@ -1,0 +1,118 @@
+"""Failure reports: when ranks wait in vain, one of them names the rank that failed.
+
+    error: after step 3, no report from rank 1: it died, hangs, is late or is in another collective; rank 0 waited at
+    parallel.py:74, forward_backward. See 'Troubleshooting' in README.md
+
+A collective that fails knows that some rank did not answer, but often not which one. So each rank that fails writes a
+report to the store of the rendezvous, and reads those of the others; the rank without a report is the missing one.
+"""
+
+import json
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+PACKAGE = Path(__file__).parents[1]
+# Seconds to wait for the reports of other ranks: those that wait for the same rank give up at about the same time.
+PATIENCE = 5.0
+
+
+@dataclass
+class Report:
+    """What a failed rank tells the others: whether it was waiting for them, where, and its error."""
+
+    waited: bool
+    location: str
+    error: str
+
+
+@contextmanager
+def report_failures(describe_progress: Callable[[], str]) -> Iterator[None]:
+    """Wrap what ranks do together: if one of them fails, another prints which one, and how far the run had come."""
+    try:
+        yield
+    except Exception as error:
+        if dist.get_world_size() > 1 and not hasattr(error, "__notes__"):
+            report(error, describe_progress())
+        raise
+
+
+def report(error: Exception, progress: str) -> None:
+    """Write a report; if this rank was waiting, add (and print, once for all ranks) which rank is responsible."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    reports, store_gone = exchange_reports(rank, world_size, Report(is_collective_error(error), locate(error), text))
+    if not reports[rank].waited:
+        error.add_note(f"rank {rank}, {progress}")
+        return
+    line = f"{explain(reports, world_size, progress, store_gone)}. See 'Troubleshooting' in README.md"
+    error.add_note(line)
+    if rank == min(other for other in reports if reports[other].waited):
+        # Now: a launcher that ends this rank may leave no time for a traceback.
+        tqdm.write(f"error: {line}", file=sys.stderr)
+        sys.stderr.flush()
+
+
+def is_collective_error(error: Exception) -> bool:
+    """Return whether this is the error of a rank that waited for others; gloo's errors have no type of their own."""
+    is_gloo = isinstance(error, RuntimeError) and re.search("gloo|collective|monitoredBarrier", str(error))
+    return bool(is_gloo) or isinstance(error, dist.DistError)
+
+
+def locate(error: Exception) -> str:
+    """Return the line of this package that raised the error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
+    if not frames:
+        return "an unknown line"
+    return f"{Path(frames[-1].filename).relative_to(PACKAGE)}:{frames[-1].lineno}, {frames[-1].name}"
+
+
+def exchange_reports(rank: int, world_size: int, own: Report) -> tuple[dict[int, Report], bool]:
+    """Write this rank's report; if it was waiting, also collect those of the others, for up to ``PATIENCE``.
+
+    Returns the reports by rank, and whether the store is gone, so that some may be missing.
+    """
+    store, reports = dist.distributed_c10d._get_default_store(), {rank: own}
+    gone = threading.Event()
+
+    def exchange() -> None:
+        try:
+            store.set(f"failure/{rank}", json.dumps(asdict(own)))
+            while own.waited and len(reports) < world_size:
+                for other in set(range(world_size)) - reports.keys():
+                    if store.check([f"failure/{other}"]):
+                        reports[other] = Report(**json.loads(store.get(f"failure/{other}")))
+                time.sleep(0.1)
+        except dist.DistError:
+            gone.set()
+
+    # In a thread: a store behind a broken connection neither answers nor fails.
+    thread = threading.Thread(target=exchange, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return dict(reports), gone.is_set()
+
+
+def explain(reports: Mapping[int, Report], world_size: int, progress: str, store_gone: bool) -> str:
+    """Return which rank failed; if none says so, which ranks are silent; otherwise where they waited for each other."""
+    by_rank = sorted(reports.items())
+    failed = [f"rank {r} failed at {report.location}: {report.error}" for r, report in by_rank if not report.waited]
+    waited = [f"rank {r} waited at {report.location}" for r, report in by_rank if report.waited]
+    silent = ", ".join(str(rank) for rank in range(world_size) if rank not in reports)
+    if failed:
+        return f"{progress}, {'; '.join(failed)}"
+    if silent and store_gone:
+        return f"{progress}, no report from rank 0 or its launcher: it is gone, with the ranks' store; {waited[0]}"
+    if silent:
+        reasons = "it died, hangs, is late or is in another collective"
+        return f"{progress}, no report from rank {silent}: {reasons}; {waited[0]}"
+    return f"{progress}, the ranks waited for each other in different collectives: {'; '.join(waited)}"

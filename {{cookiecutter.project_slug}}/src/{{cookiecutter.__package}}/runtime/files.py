@@ -1,0 +1,56 @@
+"""Files that are complete or absent, also if the machine stops in the middle of a write."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill a temporary file, bring it to the disk, and give it its name ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with disk_errors(temporary), open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(temporary, path)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a complete file or folder its name."""
+    os.replace(temporary, path)
+    # The new name is an entry of the parent folder, which has to reach the disk too.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file so that readers see either the old or the new content, never a part."""
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder; a folder first loses its name, so that half of it is never taken for the whole."""
+    if path.is_dir():
+        nameless = path.with_suffix(".old.tmp")
+        shutil.rmtree(nameless, ignore_errors=True)
+        shutil.rmtree(path.rename(nameless))
+    else:
+        path.unlink()
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise the system's error for a full disk, which ``torch.save`` hides behind an error of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
+        raise

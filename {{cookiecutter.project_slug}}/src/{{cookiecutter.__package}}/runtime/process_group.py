@@ -1,0 +1,170 @@
+"""The process group: joined at the start, left at the end, and what the ranks do together in between.
+
+find_process           which rank this is (from the launcher), and its device
+process_group          init_process_group ... destroy_process_group, around everything else
+  on_main              rank 0 does something, every rank gets the result
+  all_gather_object    every rank gets what each of them has
+  set_timeout          short waits, once start-up is over
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..config import DistributedConfig, UserError
+from ..launch import ProcessInfo, collective_timeout, find_process_info
+from .failures import report_failures
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process(ProcessInfo):
+    """This process among all of its run, with its device."""
+
+    device: torch.device  # Where it computes; the first one if it has several.
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes the files and prints."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(config: DistributedConfig, devices_per_rank: int) -> Iterator[Process]:
+    """Join the process group for the length of a ``with`` block, and leave it however the block ends.
+
+    Refuses an environment or settings that do not fit this machine, and a rendezvous at which not all ranks arrive.
+    """
+    process = find_process(config, devices_per_rank)
+    backend = choose_backend(config.backend, process.device)
+    on_accelerator = process.device.type != "cpu"
+    if on_accelerator:
+        # Before the first collective: without it, every rank would open a context on the first device.
+        torch.accelerator.set_device_index(process.device)
+    with rendezvous_errors(process, config.init_method):
+        dist.init_process_group(
+            backend,
+            timeout=collective_timeout(config.startup_timeout_seconds),
+            # A process with several devices uses the backend on all of them.
+            device_id=process.device if on_accelerator and devices_per_rank == 1 else None,
+            **rendezvous_arguments(config.init_method, process),
+        )
+    try:
+        with report_failures(lambda: "outside of training"):
+            yield process
+    finally:
+        dist.destroy_process_group()
+        # If a gloo thread drops the last reference to a Python object at interpreter exit, the process aborts.
+        gc.collect()
+
+
+def find_process(config: DistributedConfig, devices_per_rank: int) -> Process:
+    """Return which process this is, and choose its device."""
+    info = find_process_info()
+    return Process(**asdict(info), device=choose_device(config, devices_per_rank, info))
+
+
+def choose_device(config: DistributedConfig, devices_per_rank: int, info: ProcessInfo) -> torch.device:
+    """Return the first accelerator of this process, by local rank; the CPU if there is none or it was asked for.
+
+    Refuses more processes than devices.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if config.device == "cpu" or accelerator is None:
+        return torch.device("cpu")
+    if accelerator.type == "mps" and info.world_size > 1:
+        return torch.device("cpu")  # Apple's GPU has no collectives.
+    count = torch.accelerator.device_count()
+    if info.launcher == "srun" and count == devices_per_rank:
+        return torch.device(accelerator.type, 0)  # Slurm may make only its own devices visible to each task.
+    if info.local_world_size * devices_per_rank > count and config.backend != "gloo":
+        raise UserError(
+            f"{info.local_world_size} process(es) on this machine with {devices_per_rank} device(s) each, but {count} "
+            f"device(s): start fewer (NPROC={count // devices_per_rank}), use the CPU (--distributed.device cpu), or "
+            "share the devices (--distributed.backend gloo)"
+        )
+    return torch.device(accelerator.type, info.local_rank * devices_per_rank % count)
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    """Return the communication backend for ``device``; refuses one that this machine or this build of PyTorch lacks.
+
+    ``auto`` is PyTorch's default. On an accelerator, gloo carries what is on the CPU: Python objects, offloaded shards.
+    """
+    if backend == "auto":
+        default = dist.get_default_backend_for_device(device)
+        return default if device.type == "cpu" else f"cpu:gloo,{device.type}:{default}"
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise UserError("distributed.backend is nccl, but this process has no CUDA GPU; use auto or gloo")
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UserError("distributed.backend is mpi, but this PyTorch was built without MPI; use auto or gloo")
+    return backend
+
+
+def rendezvous_arguments(init_method: str, process: Process) -> dict[str, Any]:
+    """Return the rendezvous as arguments of ``init_process_group``; a lone process needs no address."""
+    if init_method == "env://" and process.world_size == 1:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if init_method == "env://" and process.rendezvous:
+        init_method = f"tcp://{process.rendezvous}"
+    if init_method.startswith("tcp://"):
+        # The launcher's own store has another address; without this, all ranks would wait for one to be opened here.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    return {"init_method": init_method, "rank": process.rank, "world_size": process.world_size}
+
+
+@contextmanager
+def rendezvous_errors(process: Process, init_method: str) -> Iterator[None]:
+    """Turn the errors of a rendezvous into one line: the port is in use, or not all ranks arrived in time."""
+    try:
+        yield
+    except dist.DistError as error:
+        by_variables = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        where = init_method if init_method != "env://" else process.rendezvous or by_variables
+        if "EADDRINUSE" in str(error):
+            remedy = "set MASTER_PORT to another" if init_method == "env://" else "give another"
+            raise UserError(f"port in use on this machine: {where}; wait for what uses it, or {remedy}") from None
+        raise UserError(
+            f"rank {process.rank} did not reach the other {process.world_size - 1} at {where}: are all of them "
+            f"started, and can this machine reach that address? ({next(iter(str(error).splitlines()), '')})"
+        ) from None
+
+
+def set_timeout(seconds: float) -> None:
+    """From now on, wait this long for other ranks, in all existing groups: new ones start with PyTorch's default."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(collective_timeout(seconds), group)
+
+
+def all_gather_object(own: T) -> list[T]:
+    """Return what each rank has, in the order of ranks; a collective. It travels as a pickle, so it should be small."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 and return its result on every rank; a collective, so all ranks have to call it.
+
+    The result travels as a pickle, so it should be small. If ``action`` raises a UserError or an OSError, every rank
+    raises it as a UserError: no rank waits for one that has given up.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except UserError as error:
+            outcome[1] = error
+        except OSError as error:
+            outcome[1] = UserError(str(error))
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

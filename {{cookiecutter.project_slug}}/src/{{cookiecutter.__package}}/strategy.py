@@ -1,0 +1,95 @@
+"""The interface between the loop and ``parallel.py``, and what does not depend on how the work is split."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .config import TrainConfig
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+class Strategy(ABC):
+    """How a model and its batches are spread over ranks and devices. The rest of the package knows no more than this.
+
+    ``parallel.py`` defines the subclass of this project, built as ``Parallel(model, loss_fn, config, process)``. There
+    ``model`` is a sequence of named blocks on the CPU, with the same weights on every rank, and ``loss_fn`` returns the
+    mean loss of outputs and targets as a scalar.
+
+    Attributes:
+        module: What this rank holds of the model; its parameters have the names that they have in the whole model.
+        device: Where inputs and targets have to be.
+        dp_rank: Which share of each batch this rank reads; ranks that hold parts of one model read the same share.
+        dp_size: Number of shares.
+        dp_group: The ranks that hold the same part of the model and read the other shares; None means all ranks.
+        microbatches: Number of micro-batches that a share is split into.
+        autocast: Opens the precision of ``train.precision``.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        config: TrainConfig,
+        device: torch.device,
+        dp_rank: int,
+        dp_size: int,
+        dp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.loss_fn, self.device, self.microbatches = loss_fn, device, config.microbatches
+        self.dp_rank, self.dp_size, self.dp_group = dp_rank, dp_size, dp_group
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+        self.autocast = partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
+
+    @abstractmethod
+    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+        """Run forward and backward of one global batch, of which this rank has a share.
+
+        Leaves in each parameter the gradient of the mean loss over the global batch, times the scaler's factor.
+
+        Args:
+            inputs: This rank's inputs, ``global_batch_size / dp_size`` of them.
+            targets: Their targets.
+            scaler: Scales the loss of fp16, and nothing else.
+
+        Returns:
+            This rank's part of the mean loss, a detached scalar on the device: the sum over all ranks is the mean.
+        """
+
+    @abstractmethod
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        """Return the model's outputs for this rank's ``inputs``; None on ranks that leave the answer to another.
+
+        All ranks have to call it the same number of times.
+        """
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradient of the whole model down to ``max_norm`` if it is larger; returns its norm before that."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def average_buffers(self) -> None:
+        """Average BatchNorm's running statistics over ranks, each of which saw other samples; a collective."""
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point() and self.dp_size > 1:
+                dist.all_reduce(buffer, group=self.dp_group)
+                buffer /= self.dp_size
+
+    def split(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Split this rank's share of a batch into micro-batches."""
+        return list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
+
+
+def prepare_blocks(model: nn.Sequential, config: TrainConfig) -> None:
+    """Set up each block for ``train.activation_checkpointing`` and ``train.compile``; parameter names do not change."""
+    for block in model:
+        if config.activation_checkpointing:
+            # Backward runs the block again, so only its input has to be kept.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if config.compile:
+            block.compile()

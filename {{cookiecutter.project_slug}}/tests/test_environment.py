@@ -1,0 +1,91 @@
+"""What each launcher says about a process is understood, and contradictions are refused."""
+
+import pytest
+
+from support import module
+
+environment = module("launch.environment")
+UserError = module("config").UserError
+
+# The second of three processes, on the first of two machines.
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "n[07-08]",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "77",
+    "MASTER_ADDR": "n07",
+}
+HYDRA = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "3",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "MASTER_ADDR": "n07",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"), [(SRUN, "srun"), (OPEN_MPI, "mpirun"), (HYDRA, "mpirun"), (TORCHRUN, "torchrun")]
+)
+def test_a_process_finds_its_rank(variables: dict[str, str], launcher: str) -> None:
+    info = environment.find_process_info(variables)
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (1, 3, 1, 2)
+    assert info.launcher == launcher
+    if launcher == "torchrun":
+        assert info.rendezvous is None
+    else:
+        host, port = info.rendezvous.split(":")
+        assert host == "n07"
+        assert 1024 < int(port) < 32768
+
+
+def test_a_process_without_a_launcher_is_alone() -> None:
+    in_a_batch_script = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    alone = environment.ProcessInfo()
+    assert environment.find_process_info({}) == environment.find_process_info(in_a_batch_script) == alone
+
+
+def test_jobs_have_ports_of_their_own() -> None:
+    jobs = [SRUN | {"SLURM_JOB_ID": str(job)} for job in range(20)]
+    assert len({environment.find_process_info(job).rendezvous for job in jobs}) == 20
+    chosen = environment.find_process_info(SRUN | {"MASTER_ADDR": "there", "MASTER_PORT": "1234"})
+    assert chosen.rendezvous == "there:1234"
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        (TORCHRUN | {"RANK": "3"}, "RANK"),
+        (TORCHRUN | {"WORLD_SIZE": "many"}, "many"),
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"}, "MASTER_ADDR"),
+        ({key: value for key, value in SRUN.items() if key != "SLURM_NODEID"}, "SLURM_NODEID"),
+    ],
+)
+def test_contradictions_are_refused(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        environment.find_process_info(variables)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("n1", "n1"), ("n[1-2,5]", "n1"), ("gpu-a[007-012]", "gpu-a007"), ("a,b", "a"), ("r[1-2]-ib,x", "r1-ib")],
+)
+def test_the_first_host_of_a_job(nodes: str, host: str) -> None:
+    assert environment.first_host(nodes) == host
+
+
+def test_tasks_per_node() -> None:
+    assert environment.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
