@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
 
-# `make demo task=digits tracker=tensorboard` passes answers on: those given on the command line of make.
+# `make demo task=digits tracker=tensorboard` passes on the answers given on make's command line.
 QUESTIONS := project_name project_slug author parallelism task launcher cluster tracker docker license
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$($(q)))))
@@ -11,8 +11,8 @@ ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$
 help:
 	@echo "make demo        render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test        render every variant, check it, train it, and run the tests of the rendered projects"
-	@echo "make test-fast   the part of the tests that trains nothing"
-	@echo "make lint        what pre-commit checks"
+	@echo "make test-fast   run only the tests that train nothing"
+	@echo "make lint        run the pre-commit checks"
 
 demo: .venv/installed
 	@rm -rf demo

@@ -1,4 +1,4 @@
-"""Prints the next commands; changes no file."""
+"""Print the next commands; change no files."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Refuses answers that cannot work, before any file is written, with the reason and a command that works.
+"""Reject answers that cannot work before any file is written, and print the reason and a command that works.
 
-Only the answers matter, so that a project renders the same everywhere.
+The checks depend only on the answers, so that a project renders the same everywhere.
 """
 
 import json
@@ -22,8 +22,8 @@ QUESTIONS = [
     "docker",
     "license",
 ]
-# Import names that a project needs or uses, besides those of the standard library: a package of the same name would
-# shadow the other, or be shadowed by it.
+# Import names that a project needs, in addition to those of the standard library: a package with one of these names
+# would shadow the module, or be shadowed by it.
 TAKEN = {
     "cookiecutter",
     "docstring_parser",
@@ -47,7 +47,7 @@ TAKEN = {
     "typing_extensions",
     "wandb",
     "yaml",
-    # In the standard library, but not among its public names; and folders of the project itself.
+    # The first is in the standard library, but not among its public names; the others are folders of the project.
     "test",
     "tests",
     "src",
@@ -58,7 +58,7 @@ TAKEN = {
 
 
 def find_fault(answers):
-    """Return the first answer that cannot work, as (question, reason, a value that would); None if all can."""
+    """Return the first answer that cannot work as (question, reason, a value that works), or None if all work."""
     for question, example in (("project_name", "My Experiment"), ("author", "Your Name"), ("project_slug", "")):
         answer = answers[question]
         if not answer.strip():
@@ -71,7 +71,7 @@ def find_fault(answers):
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", slug):
         return "project_slug", "is not letters and digits, joined by '-', starting with a letter", suggest(slug)
     if keyword.iskeyword(package) or keyword.issoftkeyword(package):
-        return "project_slug", "is a keyword of Python", f"my-{slug}"
+        return "project_slug", "is a Python keyword", f"my-{slug}"
     if package.lower() in TAKEN or package.lower() in sys.stdlib_module_names:
         return "project_slug", "is the name of an existing module, which it would shadow", f"my-{slug.lower()}"
     return None
@@ -84,7 +84,7 @@ def suggest(text):
 
 
 def command(answers):
-    """Return the command for the same project, with the answers that cannot work replaced."""
+    """Return the command that renders the same project, with every answer that cannot work replaced."""
     answers = dict(answers)
     while (fault := find_fault(answers)) is not None:
         answers[fault[0]] = fault[2]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start NPROC ranks on this machine: scripts/launch.sh train --optim.lr 1e-3
 #
-# NPROC       number of ranks; default: what suits the accelerators of this machine
+# NPROC       number of ranks; the default depends on the accelerators of this machine
 # DEBUG_RANK  the rank that waits for a debugger; see the README
 # STOP_CODE   exit code of a rank that saved after a stop signal (0); another code means that the run is not complete
 # PYTHON      interpreter; default: the project's .venv, or the first python on the PATH
@@ -26,11 +26,11 @@ for word in "$@"; do
     esac
 done
 
-# Reports a mistake once, before any rank starts; prints the number of ranks, and the seconds until all have to arrive.
+# Reports a mistake once, before any rank starts; prints the number of ranks, and the seconds in which all must arrive.
 answer="$("$PYTHON" -m "$package" --preflight "$@")"
 NPROC="${answer% *}"
 
-# The ranks share the processors of this machine; on a cluster, those that were allocated to the job.
+# The ranks share the processors of this machine; on a cluster, those that are allocated to the job.
 cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
 

@@ -1,7 +1,7 @@
-"""Starts NPROC ranks on this machine with ``torch.multiprocessing.spawn``; each gets the same command line.
+"""Start NPROC ranks on this machine with ``torch.multiprocessing.spawn``; each gets the same command line.
 
 launch ── spawn ──┬── rank 0: main(argv)        stop signals are forwarded to the ranks, which save and exit;
-                  ├── rank 1: main(argv)        when one fails, the others are ended
+                  ├── rank 1: main(argv)        when one fails, the others are terminated
                   └── ...
 """
 
@@ -21,9 +21,9 @@ from .environment import exit_with_error, read_nodes
 
 
 def launch(nproc: int, argv: Sequence[str]) -> None:
-    """Run the command line ``argv`` in ``nproc`` processes and wait for them; when one fails, the others are ended.
+    """Run the command line ``argv`` in ``nproc`` processes and wait for them; when one fails, terminate the others.
 
-    For a run over several machines, the environment says which one this is and where the first one is.
+    For a run on several machines, the environment specifies which one this is, and the address of the first one.
 
     Raises:
         SystemExit: with the exit code of the rank that failed first, or 128 plus the number of a signal.
@@ -48,9 +48,9 @@ def launch(nproc: int, argv: Sequence[str]) -> None:
 
 
 def run_rank(local_rank: int, first_rank: int, argv: Sequence[str]) -> None:
-    """Be one rank of this machine, whose ranks start at ``first_rank``."""
+    """Run one rank of this machine, whose ranks start at ``first_rank``."""
     os.environ.update(RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
-    # By name, as any launcher starts a program: this room imports nothing of what it starts.
+    # By name, as any launcher starts a program: this room imports nothing from the program that it starts.
     import_module("{{ cookiecutter.__package }}.__main__").main(argv)
 
 
@@ -77,7 +77,7 @@ def wait(context: ProcessContext) -> None:
     """Wait for the ranks.
 
     Raises:
-        SystemExit: when one has failed, after its traceback was printed and the others have ended.
+        SystemExit: if a rank has failed, after its traceback was printed and the other ranks have ended.
     """
     patience = float(os.environ.get("STOP_SECONDS", "60"))
     try:
@@ -87,7 +87,7 @@ def wait(context: ProcessContext) -> None:
         print(error, file=sys.stderr)
         sys.exit(1)
     except ProcessExitedException as error:
-        if error.exit_code < 0:  # A signal ended it, so it could print nothing itself.
+        if error.exit_code < 0:  # A signal ended the rank, so it could not print anything itself.
             print(error, file=sys.stderr)
         sys.exit(error.exit_code if error.exit_code > 0 else 128 - error.exit_code)
 

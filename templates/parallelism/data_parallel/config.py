@@ -6,7 +6,7 @@ class ParallelConfig:
     """Accelerators to use; null uses all of them, or the CPU if there are none."""
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of shares of the global batch: the one process reads all of it."""
+        """Return the number of shares of the global batch: 1, because the one process reads all of it."""
         return 1
 
     def devices_per_rank(self) -> int:

@@ -1,7 +1,7 @@
-"""nn.DataParallel: one process copies the model to all accelerators, in every forward.
+"""nn.DataParallel: one process copies the model to all accelerators in every forward.
 
 Each accelerator computes a part of the batch; outputs and gradients return to the first one, where the loss is computed
-and the optimizer steps. On a machine without accelerators the model is used as it is.
+and the optimizer steps. On a machine without accelerators, the model runs unchanged.
 """
 
 import torch

@@ -11,7 +11,7 @@ class ParallelConfig:
     find_unused_parameters: bool = False
     """Search every step for parameters that get no gradient; needed only if the model has some."""
     sync_batch_norm: bool = False
-    """Replace BatchNorm by SyncBatchNorm, which normalizes over the batch of all ranks; needs accelerators."""
+    """Replace BatchNorm with SyncBatchNorm, which normalizes over the batch of all ranks; needs accelerators."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of shares of the global batch: one per rank."""

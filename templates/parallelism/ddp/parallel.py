@@ -1,7 +1,7 @@
 """Distributed data parallel: every rank holds the whole model and reads its share of each batch.
 
-Backward computes the gradient of a rank's share. While it runs, DDP averages finished buckets of gradients over the
-ranks with all-reduce. So every rank takes the same optimizer step, and the copies of the model stay equal.
+Backward computes the gradients of a rank's share. While it runs, DDP averages finished buckets of gradients over the
+ranks with an all-reduce, so every rank takes the same optimizer step and the copies of the model stay equal.
 """
 
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ class Parallel(Strategy):
             static_graph=layout.static_graph,
             find_unused_parameters=layout.find_unused_parameters,
         )
-        # With these settings, DDP itself finds the parameters without a gradient.
+        # With these settings, DDP itself detects parameters without a gradient.
         self.gradients_checked = layout.find_unused_parameters or layout.static_graph
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:

@@ -1,5 +1,5 @@
 def check_layout(layout: ParallelConfig, model: ModelConfig, train: TrainConfig, world_size: int) -> None:
-    """Refuse ranks that do not divide into replicas, and what FSDP does not support."""
+    """Reject ranks that do not divide into replicas, and settings that FSDP does not support."""
     check_replicas(layout.replicas, world_size)
     #:: if cookiecutter.__has_batch_norm ::#
     if model.norm == "batch" and train.precision != "fp32":

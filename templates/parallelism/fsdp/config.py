@@ -7,9 +7,9 @@ class ParallelConfig:
     over all ranks."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward and gather them again for its backward. Off keeps them in
-    between, which costs memory and saves a third of the messages."""
+    between, which costs memory and saves a third of the communication."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in host memory and step there; blocks visit the accelerator."""
+    """Keep shards, gradients and optimizer state in host memory and step there; accelerators get copies of blocks."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of shares of the global batch: one per rank."""

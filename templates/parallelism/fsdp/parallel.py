@@ -1,8 +1,8 @@
 """Fully sharded data parallel: every rank holds a shard of each block and reads its share of each batch.
 
-Before a block runs, its weights are gathered from all ranks; after it, they are freed. Its gradients are averaged and
-scattered, so that each rank gets those of its own shard and updates only that. The ranks compute what each of them
-would compute with the whole model, in 1/N of its memory.
+Before a block runs, its weights are gathered from all ranks; afterwards, they are freed. Its gradients are averaged and
+scattered, so that each rank gets those of its own shard and updates only that shard. The result is the same as with the
+whole model on each rank, in 1/N of the memory.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from .config import Config, ParallelConfig
 from .runtime import Process
 from .strategy import LossFn, Strategy, prepare_blocks
 
-# What blocks compute in; shards stay in fp32, and gradients are averaged in it.
+# The type in which blocks compute; shards stay in fp32, and gradients are averaged in fp32.
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,7 +35,7 @@ class Parallel(Strategy):
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         total = torch.zeros((), device=self.device)
         for some_inputs, some_targets in self.split(inputs, targets):
-            # Gradients are scattered after each micro-batch: waiting for the last would keep all of them on each rank.
+            # Gradients are scattered after each micro-batch: waiting for the last would keep full ones on each rank.
             loss = self.loss_fn(self.module(some_inputs), some_targets) / self.microbatches
             scaler.scale(loss).backward()
             total += loss.detach()
@@ -50,7 +50,7 @@ class Parallel(Strategy):
 
 
 def build_mesh(config: ParallelConfig, process: Process) -> DeviceMesh:
-    """Return all ranks in one line, which shards each block; or in a grid, each row of which holds the whole model."""
+    """Return a mesh of all ranks: 1-D to shard each block over all, or 2-D, where each row holds the whole model."""
     if config.replicas == 1:
         return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("shard",))
     shape = (config.replicas, process.world_size // config.replicas)
@@ -58,9 +58,9 @@ def build_mesh(config: ParallelConfig, process: Process) -> DeviceMesh:
 
 
 def shard(model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig) -> None:
-    """Shard each block, which is then gathered as one; and at the root, whatever belongs to no block."""
+    """Shard each block, which is then gathered as a unit; parameters outside of blocks are sharded at the root."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
-    # Each block moves to the device by itself, so that the whole model is never there.
+    # Each block moves to the device separately, so that the whole model is never on it.
     shard_module = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for block in model:
         shard_module(block, reshard_after_forward=config.reshard_after_forward)

@@ -1,5 +1,5 @@
 def check_layout(layout: ParallelConfig, model: ModelConfig, train: TrainConfig, world_size: int) -> None:
-    """Refuse more devices than blocks, and a split that does not fit them."""
+    """Reject more devices than blocks, and a split that does not match them."""
     blocks = model.count_blocks()
     if layout.devices > blocks:
         raise UserError(f"parallel.devices is {layout.devices}, but the model has {blocks} blocks; give at most that")

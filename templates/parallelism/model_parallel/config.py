@@ -1,9 +1,9 @@
 @dataclass
 class ParallelConfig:
-    """Model parallel: the layers of one model on several devices of one process."""
+    """Model parallelism: the layers of one model on several devices of one process."""
 
     devices: PositiveInt = 2
-    """Devices per rank: rank r of a machine owns devices r*k ... r*k+k-1. On a CPU, the CPU stands for all of them."""
+    """Devices per rank, k: local rank r uses devices r*k ... r*k+k-1. On a CPU, the CPU stands in for all of them."""
     split: list[PositiveInt] | None = None
     """Number of blocks on each device, first device first; null balances the devices by parameters."""
     bucket_cap_mb: PositiveFloat = 25.0

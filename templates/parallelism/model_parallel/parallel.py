@@ -1,6 +1,6 @@
-"""Model parallel: the layers of one model are on several devices of one process, which a batch visits in turn.
+"""Model parallelism: the layers of one model are on several devices of one process, which a batch visits in turn.
 
-Ranks, each with devices of its own, hold copies of the model: they read shares of the batch, and DDP averages their
+Each rank has its own devices and holds a copy of the model. The ranks read shares of the batch, and DDP averages their
 gradients.
 """
 
@@ -35,7 +35,7 @@ class Parallel(Strategy):
             gradient_as_bucket_view=True,
             find_unused_parameters=layout.find_unused_parameters,
         )
-        # With this setting, DDP itself finds the parameters without a gradient.
+        # With this setting, DDP itself detects parameters without a gradient.
         self.gradients_checked = layout.find_unused_parameters
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
@@ -59,15 +59,15 @@ class Parallel(Strategy):
 
 
 def list_devices(first: torch.device, count: int) -> list[torch.device]:
-    """Return the ``count`` devices of this rank, from ``first`` on; on a CPU, the CPU that many times."""
+    """Return the ``count`` devices of this rank, starting with ``first``; on a CPU, ``count`` times the CPU."""
     if first.type == "cpu":
         return [first] * count
-    # Modulo, for ranks that share devices.
+    # Modulo, because ranks may share devices.
     return [torch.device(first.type, (first.index + i) % torch.accelerator.device_count()) for i in range(count)]
 
 
 def place_blocks(model: nn.Sequential, devices: Sequence[torch.device], split: Sequence[int] | None) -> None:
-    """Move a run of blocks to each device, and let each block move its input to where it is."""
+    """Move consecutive blocks to each device, and make each block move its input to its device."""
     weights = [sum(p.numel() for p in block.parameters()) for block in model]
     blocks = iter(model)
     for device, length in zip(devices, split or balance(weights, len(devices)), strict=True):
@@ -76,7 +76,7 @@ def place_blocks(model: nn.Sequential, devices: Sequence[torch.device], split: S
 
 
 def move_input(device: torch.device, block: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Return the input of a block on the block's device; a forward pre-hook."""
+    """Return the input of a block, moved to the block's device; a forward pre-hook."""
     return (inputs[0].to(device),)
 
 

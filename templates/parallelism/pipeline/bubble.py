@@ -1,4 +1,4 @@
-"""The bubble of a pipeline: the share of a step in which ranks wait, as the schedule predicts it and as measured.
+"""The bubble of a pipeline: the share of a step in which ranks wait, expected from the schedule and measured.
 
 1F1B with 3 micro-batches on 2 ranks. A forward (F) takes 1, a backward (B) takes 2; 3 of 12 are bubble (..):
 
@@ -40,14 +40,14 @@ def expected_bubble(parallel: Any) -> float:
 
 
 def compute_actions(order: Sequence[Any]) -> list[tuple[int, str, int]]:
-    """Return what one rank computes, in order, as (stage, kind, micro-batch), without waits and messages."""
+    """Return one rank's computations in order, as (stage, kind, micro-batch), without waits and messages."""
     flat = [part for action in order if action is not None for part in action.sub_actions or (action,)]
     actions = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in flat]
     return [action for action in actions if action[1] in DURATION]
 
 
 def prerequisites(action: tuple[int, str, int], stages: int) -> list[tuple[int, str, int]]:
-    """Return what has to be finished before ``action``."""
+    """Return the actions that have to finish before ``action``."""
     stage, kind, microbatch = action
     if kind == "F":
         return [(stage - 1, "F", microbatch)] if stage else []

@@ -1,5 +1,5 @@
 def check_layout(layout: ParallelConfig, model: ModelConfig, train: TrainConfig, world_size: int) -> None:
-    """Refuse ranks, blocks and micro-batches that do not fit the stages and the schedule."""
+    """Reject ranks, blocks and micro-batches that do not fit the stages and the schedule."""
     check_replicas(layout.replicas, world_size)
     pipeline_size = world_size // layout.replicas
     check_stages(layout, model.count_blocks(), pipeline_size)
@@ -7,7 +7,7 @@ def check_layout(layout: ParallelConfig, model: ModelConfig, train: TrainConfig,
 
 
 def check_stages(layout: ParallelConfig, blocks: int, pipeline_size: int) -> None:
-    """Refuse stages that the model's blocks do not fill, with ``pipeline_size`` ranks per pipeline."""
+    """Reject stages that the model's blocks cannot fill, with ``pipeline_size`` ranks per pipeline."""
     stages = pipeline_size * layout.stages()
     if stages > blocks:
         raise UserError(
@@ -20,7 +20,7 @@ def check_stages(layout: ParallelConfig, blocks: int, pipeline_size: int) -> Non
 
 
 def check_schedule(layout: ParallelConfig, train: TrainConfig, pipeline_size: int) -> None:
-    """Refuse what a schedule does not support, with ``pipeline_size`` ranks per pipeline."""
+    """Reject settings that the schedule does not support, with ``pipeline_size`` ranks per pipeline."""
     microbatches, stages, name = train.microbatches, pipeline_size * layout.stages(), layout.schedule
     wanted = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}.get(name, layout.stages())
     if layout.stages() != wanted:

@@ -1,6 +1,6 @@
 @dataclass
 class ParallelConfig:
-    """Pipeline parallel; the schedules are those of torch.distributed.pipelining."""
+    """Pipeline parallelism; the schedules are those of torch.distributed.pipelining."""
 
     replicas: PositiveInt = 1
     """Pipelines in parallel, each with a share of the batch and an equal number of ranks."""

@@ -1,6 +1,6 @@
-"""Pipeline parallel: every rank holds a run of the model's blocks, and micro-batches pass from rank to rank.
+"""Pipeline parallelism: every rank holds consecutive blocks of the model, and micro-batches pass from rank to rank.
 
-While one micro-batch is in a stage, the other stages work on others; the schedule says in which order a rank runs the
+While a stage works on one micro-batch, other stages work on others; the schedule is the order in which a rank runs the
 forwards and backwards. With several pipelines in parallel, each reads its share of the batch, and ranks with the same
 stages sum their gradients.
 """
@@ -29,14 +29,14 @@ class Parallel(Strategy):
 
     def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
         self.config = config.parallel
-        # The data dimension is the inner one: averaging gradients sends more than passing activations on does.
+        # The data dimension is the inner one: averaging gradients sends more bytes than passing activations.
         shape = (process.world_size // self.config.replicas, self.config.replicas)
         mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pipeline", "data"))
         dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
         super().__init__(loss_fn, config.train, process.device, dp_rank, self.config.replicas, dp_group)
         self.pipeline, self.pipeline_rank = mesh["pipeline"].get_group(), mesh.get_local_rank("pipeline")
 
-        # All stages without their weights: they tell the shape of what each stage passes on.
+        # All stages, without their weights: they give the shapes of the stages' outputs.
         self.outline = split_into_stages(copy.deepcopy(model).to("meta"), self.config, shape[0])
         self.owners = assign_stages(len(self.outline), shape[0], self.config.schedule)
         prepare_blocks(model, config.train)
@@ -48,12 +48,12 @@ class Parallel(Strategy):
         # Built in the first step, when the shape of a micro-batch is known.
         self.schedule: Any = None
         self.scheduled_stages: list[PipelineStage] = []
-        # What the loss of a micro-batch is added to and scaled by, in the current step.
+        # In the current step, the sum of the micro-batches' losses and the factor that scales them.
         self.total_loss, self.loss_scale = torch.zeros(()), torch.ones(())
         self.group_after_startup = self.pipeline
         if dist.get_backend(self.pipeline) == "gloo":
-            # gloo cannot change the timeout of point-to-point messages: there is a second group with the shorter one.
-            # It is made now, while all ranks are known to be alive.
+            # gloo cannot change the timeout of point-to-point messages, so a second group has the shorter timeout.
+            # It is created now, while all ranks are known to be alive.
             timeout = collective_timeout(config.distributed.timeout_seconds)
             self.group_after_startup, _ = dist.new_subgroups_by_enumeration(mesh.mesh.T.tolist(), timeout)
 
@@ -74,7 +74,7 @@ class Parallel(Strategy):
         return self.total_loss
 
     def predict(self, inputs: Tensor) -> Tensor | None:
-        # In micro-batches, so that the stages work at the same time; a rank with several stages would wait for itself.
+        # In micro-batches, so that stages work at the same time; a rank with several stages would wait for itself.
         pieces = inputs.chunk(self.microbatches if len(self.stages) == 1 else 1)
         outputs: dict[int, Tensor] = {}
         sends = []
@@ -102,7 +102,7 @@ class Parallel(Strategy):
         return self.owners[index] == self.pipeline_rank
 
     def build_schedule(self, microbatch: Tensor) -> Any:
-        """Build the schedule for micro-batches of this shape; each stage is told what shapes it receives and sends."""
+        """Build the schedule for micro-batches of this shape, and the shapes that its stages receive and send."""
         outputs = microbatch.to("meta")
         for index, outline in enumerate(self.outline):
             inputs, outputs = outputs, outline(outputs).detach().requires_grad_()
@@ -116,7 +116,7 @@ class Parallel(Strategy):
         return kind(stages, self.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
 
     def end_startup(self) -> None:
-        """From now on, wait less long for the other stages."""
+        """Shorten the wait for other stages from now on."""
         self.pipeline = self.group_after_startup
         for stage in self.scheduled_stages:
             stage.group = self.pipeline
@@ -138,7 +138,7 @@ class Parallel(Strategy):
         return squared.sqrt()
 
     def receive(self, index: int, inputs: Tensor) -> Tensor:
-        """Receive the outputs of stage ``index - 1`` for ``inputs`` of the pipeline from the rank that holds it."""
+        """Receive the outputs of stage ``index - 1`` from its rank; the pipeline's ``inputs`` determine their shape."""
         shaped = inputs.to("meta")
         for outline in self.outline[:index]:
             shaped = outline(shaped)

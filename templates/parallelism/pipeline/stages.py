@@ -1,4 +1,4 @@
-"""The stages of a pipeline: runs of the model's blocks, and the rank that holds each.
+"""The stages of a pipeline: consecutive blocks of the model, and the rank that holds each stage.
 
 2 ranks, 2 stages per rank, 8 blocks             1F1B, Interleaved, ...    V-shaped schedules
 blocks   0 1 | 2 3 | 4 5 | 6 7                   rank 0: stages 0 and 2    rank 0: stages 0 and 3
@@ -17,7 +17,7 @@ from .config import ParallelConfig
 
 
 class Stage(nn.Module):
-    """A run of blocks that computes in ``train.precision`` and always passes on fp32."""
+    """Consecutive blocks that compute in ``train.precision`` and always output fp32."""
 
     def __init__(self, blocks: nn.Sequential, autocast: Callable[[], torch.autocast]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def split_into_stages(model: nn.Sequential, config: ParallelConfig, pipeline_siz
 
 
 def assign_stages(stages: int, pipeline_size: int, schedule: str) -> list[int]:
-    """Return the rank in its pipeline that holds each stage: round-robin, or there and back for V-shaped schedules."""
+    """Return the pipeline rank of each stage: round-robin, or back and forth for V-shaped schedules."""
     there = list(range(pipeline_size))
     laps = [there, there[::-1] if schedule in ("ZBVZeroBubble", "DualPipeV") else there]
     return [rank for lap in range(stages // pipeline_size) for rank in laps[lap % 2]]

@@ -1,17 +1,17 @@
 def balance(weights: Sequence[int], parts: int) -> list[int]:
-    """Split a sequence of blocks into ``parts`` runs so that the heaviest run is as light as possible.
+    """Split a sequence of blocks into ``parts`` contiguous groups so that the heaviest group is as light as possible.
 
     Args:
         weights: The weight of each block.
-        parts: Number of runs, at most the number of blocks.
+        parts: Number of groups, at most the number of blocks.
 
     Returns:
-        The number of blocks in each run, 1 or more.
+        The number of blocks in each group, 1 or more.
     """
 
     @cache
     def best(start: int, parts: int) -> tuple[int, int, list[int]]:
-        """Return the heaviest run, the sum of squares (which evens out the rest), and the lengths, from ``start``."""
+        """Return the heaviest group, the sum of squares (to even out the rest), and the lengths, from ``start`` on."""
         if parts == 1:
             total = sum(weights[start:])
             return total, total**2, [len(weights) - start]

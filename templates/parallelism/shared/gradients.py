@@ -1,5 +1,5 @@
 def check_gradients(module: nn.Module) -> None:
-    """Refuse parameters without a gradient: DDP would not average others in the same bucket, and then fail."""
+    """Reject parameters without a gradient: DDP would not average others in the same bucket, and then fail."""
     names = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

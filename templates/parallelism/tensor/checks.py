@@ -1,5 +1,5 @@
 def check_layout(layout: ParallelConfig, model: ModelConfig, train: TrainConfig, world_size: int) -> None:
-    """Refuse ranks that do not divide into replicas, and layers that do not divide into shards."""
+    """Reject ranks that do not divide into replicas, and layers that do not divide into shards."""
     check_replicas(layout.replicas, world_size)
     model.check_shards(world_size // layout.replicas, layout.sequence_parallel)
 

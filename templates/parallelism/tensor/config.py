@@ -1,6 +1,6 @@
 @dataclass
 class ParallelConfig:
-    """Tensor parallel, with DTensor."""
+    """Tensor parallelism, with DTensor."""
 
     replicas: PositiveInt = 1
     """Groups of ranks that each hold the whole model and read a share of the batch; 1 shards every layer over all

@@ -1,8 +1,8 @@
-"""Tensor parallel: every rank holds a shard of each layer and computes its part of the layer's output.
+"""Tensor parallelism: every rank holds a shard of each layer and computes its part of the layer's output.
 
-A block says how it can be sharded; one that does not is replicated, and all ranks compute the same in it. The ranks of
-one group read the same samples. With several groups, each reads its share of the batch, and ranks with the same shards
-sum their gradients.
+A block's ``tensor_plan`` defines how to shard it; a block without one is replicated, and all ranks compute the same in
+it. The ranks of one group read the same samples. With several groups, each reads its share of the batch, and ranks with
+the same shards sum their gradients.
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,9 +66,9 @@ class Parallel(Strategy):
 
     @contextmanager
     def local_parameters(self) -> Iterator[None]:
-        """Let modules compute on replicated parameters as plain tensors, as ``torch.func.functional_call`` would.
+        """Make modules compute on replicated parameters as plain tensors, as ``torch.func.functional_call`` would.
 
-        Backward has to run inside as well: activation checkpointing runs modules again.
+        Backward has to run inside this context too, because activation checkpointing runs modules again.
         """
         for module, name, parameter in self.replicated:
             module._parameters[name] = parameter.to_local()
@@ -89,10 +89,10 @@ class Parallel(Strategy):
 
 
 def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> list[Replicated]:
-    """Shard a block by its ``tensor_plan``, and replicate its other parameters, so that the optimizer sees one kind.
+    """Shard a block by its ``tensor_plan`` and replicate its other parameters, so the optimizer sees only DTensors.
 
     Returns:
-        The replicated parameters, on which modules compute as plain tensors.
+        The replicated parameters, which modules compute on as plain tensors.
     """
     plan = getattr(block, "tensor_plan", None)
     if plan is not None:

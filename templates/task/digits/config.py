@@ -6,7 +6,7 @@ class DatasetConfig:
     """Augmentation: shift each training image by up to this many pixels in each direction; 0 turns it off."""
 
     def check(self) -> None:
-        """Refuse shifts that move an image out of view."""
+        """Reject shifts that move an image out of view."""
         if self.max_shift >= 8:
             raise UserError(f"dataset.max_shift is {self.max_shift}; give at most 7, for images of 8x8 pixels")
 
@@ -16,7 +16,7 @@ GROUPS = 8
 
 @dataclass
 class ModelConfig:
-    """A small residual network."""
+    """A small ResNet."""
 
     width: PositiveInt = 32
     """Channels of the first half; the second half has twice as many. A multiple of 8, the groups of GroupNorm."""
@@ -27,7 +27,7 @@ class ModelConfig:
     on how the batch is split."""
 
     def check(self) -> None:
-        """Refuse a width that the groups of GroupNorm do not divide."""
+        """Reject a width that is not a multiple of GroupNorm's groups."""
         if self.width % GROUPS:
             raise UserError(f"model.width is {self.width}; give a multiple of {GROUPS}, the groups of GroupNorm")
 #:: if cookiecutter.__cuts_blocks ::#
@@ -39,7 +39,7 @@ class ModelConfig:
 #:: if cookiecutter.__shards_layers ::#
 
     def check_shards(self, size: int, sequence_parallel: bool) -> None:
-        """Refuse what cannot be sharded over ``size`` ranks."""
+        """Reject settings that cannot be sharded over ``size`` ranks."""
         if sequence_parallel:
             raise UserError("parallel.sequence_parallel is on, but images have no sequence; leave it off")
 #:: endif ::#

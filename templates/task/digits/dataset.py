@@ -43,7 +43,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the sample ``index`` of ``epoch``: its shift depends only on (seed, epoch, index)."""
+        """Return sample ``index`` of ``epoch``; its shift depends only on (seed, epoch, index)."""
         epoch, index = key
         row = column = 0
         if self.max_shift:
@@ -63,13 +63,13 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Return what evaluation keeps of each sample of a batch: tensors of shape (batch,) by name."""
+    """Return the per-sample metrics of a batch: tensors of shape (batch,) by name."""
     losses = F.cross_entropy(outputs.float(), targets, reduction="none")
     return {"loss": losses, "prediction": outputs.argmax(dim=1), "target": targets}
 
 
 def aggregate_metrics(samples: dict[str, np.ndarray]) -> dict[str, float | list[float]]:
-    """Return the metrics of a whole split from those of all its samples, arrays of shape (samples,) by name.
+    """Aggregate the per-sample metrics of a whole split, which are arrays of shape (samples,) by name.
 
     Returns:
         ``loss`` (mean cross-entropy in nats), ``accuracy``, and ``class_accuracy``: the accuracy of each class.

@@ -1,4 +1,4 @@
-"""The model: a small residual network for 8x8 images, as a sequence of named blocks.
+"""The model: a small ResNet for 8x8 images, as a sequence of named blocks.
 
 A block takes and returns one tensor, so the sequence can be wrapped, sharded or split between any two blocks.
 
@@ -20,7 +20,7 @@ CLASSES = 10
 
 
 class Stem(nn.Module):
-    """(batch, 1, 8, 8) images to (batch, width, 8, 8) features."""
+    """Maps (batch, 1, 8, 8) images to (batch, width, 8, 8) features."""
 
     def __init__(self, width: int, norm: str) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class ResidualBlock(nn.Module):
         self.norm1 = build_norm(norm, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
         self.norm2 = build_norm(norm, outputs)
-        # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, so that different
-        # rounding under another split of the batch does not grow from step to step. SiLU has no kink for that reason.
+        # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, so that rounding
+        # differences under another split do not grow from step to step. SiLU, for the same reason, has no kink.
         nn.init.zeros_(self.norm2.weight)
         keeps_shape = inputs == outputs and stride == 1
         self.shortcut = nn.Identity() if keeps_shape else nn.Conv2d(inputs, outputs, stride, stride=stride, bias=False)
@@ -52,7 +52,7 @@ class ResidualBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """(batch, width, h, w) features to (batch, classes) logits."""
+    """Maps (batch, width, h, w) features to (batch, classes) logits."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,9 +63,9 @@ class Head(nn.Module):
     #:: if cookiecutter.__shards_layers ::#
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Each rank maps some of the features to all classes; the sum over the ranks is the logits.
+        """Map some of the features to all classes on each rank; the sum over the ranks gives the logits.
 
-        The other blocks are convolutions, which DTensor cannot shard: they have no plan, and are replicated.
+        The other blocks are convolutions, which DTensor cannot shard: they have no plan and are replicated.
         """
         return {"linear": RowwiseParallel(input_layouts=Replicate())}
     #:: endif ::#

@@ -8,12 +8,12 @@ class DatasetConfig:
     max_bytes: PositiveInt | None = 4_000_000
     """Use only this many bytes of the text; null uses all of it."""
     test_bytes: PositiveInt = 200_000
-    """The last bytes of those are the test split, the others the training split."""
+    """Bytes at the end of that part that form the test split; the rest is the training split."""
     cache: str = "runs/texts"
-    """Folder for the concatenated text of a folder, which is then memory-mapped; created if missing."""
+    """Cache folder for the concatenated files of a text folder, which are memory-mapped; created if missing."""
 
     def check(self) -> None:
-        """Refuse a text that does not exist."""
+        """Reject a text that does not exist."""
         if self.path != "stdlib" and not os.path.exists(self.path):
             raise UserError(f"dataset.path is {self.path}: no such file or folder; stdlib needs none")
 
@@ -29,10 +29,10 @@ class ModelConfig:
     heads: PositiveInt = 4
     """Attention heads per block."""
     context: PositiveInt = 64
-    """Bytes that the model sees at once: the length of each sample."""
+    """Bytes that the model sees at a time: the length of each sample."""
 
     def check(self) -> None:
-        """Refuse a width that the heads cannot share."""
+        """Reject a width that does not divide into the heads."""
         if self.width % self.heads:
             fits = (self.width // self.heads + 1) * self.heads
             raise UserError(f"model.width is {self.width}, which does not divide into {self.heads} heads; {fits} would")
@@ -45,7 +45,7 @@ class ModelConfig:
 #:: if cookiecutter.__shards_layers ::#
 
     def check_shards(self, size: int, sequence_parallel: bool) -> None:
-        """Refuse what cannot be sharded over ``size`` ranks."""
+        """Reject settings that cannot be sharded over ``size`` ranks."""
         if self.heads % size:
             fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise UserError(
@@ -59,11 +59,11 @@ class ModelConfig:
 
 @dataclass
 class GenerateConfig:
-    """What the subcommand generate prints."""
+    """The text that the subcommand generate prints."""
 
     prompt: str = "def "
-    """Text to continue; an empty one stands for a newline."""
+    """Text to continue; an empty text stands for a newline."""
     length: PositiveInt = 500
     """Bytes to generate."""
     temperature: NonNegativeFloat = 0.8
-    """Below 1, likely bytes become more likely; 0 always takes the most likely one."""
+    """Below 1, likely bytes become more likely; 0 always picks the most likely one."""

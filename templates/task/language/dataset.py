@@ -1,6 +1,6 @@
 """The data, its loss and its metrics: windows of a text, read as bytes.
 
-The text is memory-mapped: all processes of a machine share its pages, so a large text needs no memory.
+The text is memory-mapped: all processes on a machine share its pages, so a large text does not fill memory.
 
     text       "def main(): ..."                        (with a context of 5)
     sample 0   inputs "def m"    targets "ef ma"
@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 
 from .config import Config, DatasetConfig, UserError
 
-# Not the standard library's own code; and generated tables: one of those, unlike all other text, could fill the test
-# split.
+# Folders that are not the standard library's own code; then generated tables, one of which could fill the test split
+# with text unlike the rest.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 EXCLUDED |= {"encodings", "entities.py", "msilib", "pydoc_data"}
 
@@ -56,7 +56,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return (len(self.text) - 1) // self.context
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the window ``index``, which is the same in every epoch."""
+        """Return window ``index``, which is the same in every epoch."""
         _, index = key
         start = index * self.context
         window = torch.from_numpy(self.text[start : start + self.context + 1].astype(np.int64))
@@ -64,7 +64,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def build_datasets(config: Config) -> tuple[Windows, Windows]:
-    """Return the training set, and the test set: the end of the text. Refuses a text too short for a window of each."""
+    """Return the training set and the test set (the end of the text); rejects a text too short for a window of each."""
     path, context = find_text(config.dataset), config.model.context
     size = path.stat().st_size
     end = min(size, config.dataset.max_bytes or size)
@@ -79,7 +79,7 @@ def build_datasets(config: Config) -> tuple[Windows, Windows]:
 
 
 def find_text(config: DatasetConfig) -> Path:
-    """Return the file of the text; for a folder, one that concatenates its files."""
+    """Return the path of the text file; for a folder, of a file that concatenates the folder's text files."""
     if config.path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in root.rglob("*.py") if EXCLUDED.isdisjoint(path.relative_to(root).parts)]
@@ -94,7 +94,7 @@ def find_text(config: DatasetConfig) -> Path:
 
 
 def is_text(path: Path, root: Path) -> bool:
-    """Return whether a file is neither hidden nor binary; as for git, text has no zero byte in its first 8,000."""
+    """Return whether a file is neither hidden nor binary; as in git, text has no zero byte in its first 8,000."""
     if any(part.startswith(".") for part in path.relative_to(root).parts):
         return False
     with open(path, "rb") as file:
@@ -102,9 +102,9 @@ def is_text(path: Path, root: Path) -> bool:
 
 
 def concatenate(files: Sequence[Path], root: Path, config: DatasetConfig) -> Path:
-    """Concatenate files into one of ``max_bytes`` in the cache, unless it exists; safe in several processes at once.
+    """Concatenate files into one of ``max_bytes`` in the cache, unless it exists; safe in concurrent processes.
 
-    Files are ordered by a hash of their names, so that training and test split hold text of the same kinds.
+    Files are ordered by a hash of their names, so that the training and test splits hold the same kinds of text.
     """
 
     def sort_key(path: Path) -> bytes:
@@ -134,17 +134,17 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Return what evaluation keeps of each sample of a batch: tensors of shape (batch,) by name."""
+    """Return the per-sample metrics of a batch: tensors of shape (batch,) by name."""
     losses = F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="none")
     return {"loss": losses.view_as(targets).mean(dim=1)}
 
 
 def aggregate_metrics(samples: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the metrics of a whole split from those of all its samples, arrays of shape (samples,) by name.
+    """Aggregate the per-sample metrics of a whole split, which are arrays of shape (samples,) by name.
 
     Returns:
-        ``loss`` (mean cross-entropy in nats per byte: all windows have the same length), the same in ``bits_per_byte``,
-        and ``perplexity``, its exponential.
+        ``loss`` (mean cross-entropy in nats per byte: all windows have the same length), the same as ``bits_per_byte``,
+        and ``perplexity``, the exponential of the loss.
     """
     loss = float(samples["loss"].mean(dtype=np.float64))
     return {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": float(np.exp(loss))}

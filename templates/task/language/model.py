@@ -26,13 +26,13 @@ BYTES = 256
 
 
 class Embedding(nn.Module):
-    """(batch, time) bytes, int64, to (batch, time, width) features: the sum of byte and position embeddings."""
+    """Maps (batch, time) bytes, int64, to (batch, time, width) features: the sum of byte and position embeddings."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(BYTES, width)
         self.position = nn.Embedding(context, width)
-        # Large compared with the optimizer's first steps: the first LayerNorm divides by it, and so do rounding errors.
+        # Large compared with the optimizer's first steps: the first LayerNorm divides rounding errors by this scale.
         for table in (self.byte, self.position):
             nn.init.normal_(table.weight, std=0.1)
 
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
     #:: if cookiecutter.__shards_layers ::#
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """The tables are replicated; with sequence parallel, each rank passes on its part of the sequence."""
+        """Replicate the tables; with sequence parallelism, each rank passes on its part of the sequence."""
         outputs = Shard(1) if sequence_parallel else Replicate()
         return {"": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=outputs)}
     #:: endif ::#
@@ -50,8 +50,8 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Causal self-attention, then a two-layer perceptron, each with a shortcut: (batch, time, width) to itself.
 
-    The rows of ``qkv`` are ordered by head, then query, key and value. So a contiguous part of them is a number of
-    whole heads, and the block computes as many heads as it has rows for.
+    The rows of ``qkv`` are ordered by head, then by query, key and value. A contiguous shard of them thus holds whole
+    heads, and the block computes as many heads as it has rows for.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -59,9 +59,9 @@ class Block(nn.Module):
         self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = linear(width, 3 * width)
-        # A block starts as its shortcut: early training is smooth, so that different rounding under another split of
-        # the batch does not grow from step to step. GELU has no kink for that reason, and keys have no bias: its
-        # gradient is zero except for rounding, which AdamW would amplify to full steps.
+        # A block starts as its shortcut: early training is smooth, so that rounding differences under another split do
+        # not grow from step to step. For the same reason, GELU has no kink, and keys have no bias: its gradient would
+        # be zero except for rounding errors, which AdamW would amplify to full steps.
         self.out = linear(width, width, std=0.0)
         self.norm2 = nn.LayerNorm(width)
         self.up = linear(width, 4 * width)
@@ -78,7 +78,7 @@ class Block(nn.Module):
     #:: if cookiecutter.__shards_layers ::#
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Each rank computes some of the heads and of the hidden features; the shortcuts add the sums over ranks."""
+        """Compute some heads and some hidden features on each rank; the shortcuts add their sums over the ranks."""
         between = Shard(1) if sequence_parallel else Replicate()
         columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
         norms: dict[str, ParallelStyle] = {name: SequenceParallel() for name in ("norm1", "norm2") if sequence_parallel}
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """(batch, time, width) features to (batch, time, 256) logits of the byte that follows."""
+    """Maps (batch, time, width) features to (batch, time, 256) logits of the byte that follows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Head(nn.Module):
     #:: if cookiecutter.__shards_layers ::#
 
     def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Each rank computes the logits of some bytes, which are gathered to all ranks."""
+        """Compute the logits of some bytes on each rank, and gather them to all ranks."""
         between = Shard(1) if sequence_parallel else Replicate()
         norm: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if sequence_parallel else {}
         return {"linear": ColwiseParallel(input_layouts=between, output_layouts=Replicate()), **norm}

@@ -32,9 +32,9 @@ class Tracker:
 
     @contextmanager
     def record(self, done: int, total: int) -> Iterator[None]:
-        """Record a run of ``total`` steps for the length of a ``with`` block.
+        """Record a run of ``total`` steps for the duration of a ``with`` block.
 
-        Records after the ``done`` steps of earlier starts are those of an interrupted run, and are dropped.
+        Existing records after step ``done`` are left from an interrupted run, and are dropped.
         """
         if not self.is_main:
             yield
@@ -55,7 +55,7 @@ class Tracker:
         self.bar.update()
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record (``event``, ``step`` and metrics) everywhere."""
+        """Write a record (``event``, ``step`` and metrics) to all outputs."""
         if self.metrics is None:
             return
         self.metrics.write(json.dumps(record) + "\n")

@@ -16,7 +16,7 @@ COMMANDS = {
     "train": Command("train, or resume from the newest checkpoint of run.dir", trains=True),
     "evaluate": Command("evaluate --checkpoint PATH on the whole test set", ("checkpoint",)),
     #:: if cookiecutter.__generates ::#
-    "generate": Command("print text with which --checkpoint PATH continues a prompt", ("checkpoint",)),
+    "generate": Command("print a prompt and its continuation by --checkpoint PATH", ("checkpoint",)),
     #:: endif ::#
     "doctor": Command("check machines, interconnect and disk before a long run", trains=True),
     "benchmark": Command("measure where the time of a training step goes", trains=True),
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check(config: Config, world_size: int, trains: bool) -> None:
-    """Refuse settings that cannot work on ``world_size`` ranks; ``trains`` is False if the model is only evaluated."""
+    """Reject settings that cannot work on ``world_size`` ranks; ``trains`` is False if the model is only evaluated."""
     config.check()
     launch.check_layout(config.parallel, config.model, config.train, world_size)
     if trains:
@@ -59,8 +59,8 @@ def check(config: Config, world_size: int, trains: bool) -> None:
 
 def run(command: str, config: Config, paths: dict[str, str]) -> None:
     """Run ``command`` together with all other ranks."""
-    # Only now: PyTorch takes seconds to import, and wrong settings are refused at once. The import creates some 400,000
-    # objects that stay; the garbage collector skips them, both during the import and in every later collection.
+    # Only now: PyTorch takes seconds to import, and wrong settings are rejected before that. The import creates some
+    # 400,000 permanent objects; the garbage collector skips them, during the import and in every later collection.
     gc.disable()
     from .evaluate import evaluate
     #:: if cookiecutter.__generates ::#
@@ -88,7 +88,7 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
 
 
 def run_doctor(config: Config) -> int:
-    """Run ``doctor``, which also helps where no process group can be formed; returns its exit code."""
+    """Run ``doctor``, which works even if no process group can be formed; returns its exit code."""
     import torch
 
     from .doctor import Requirements, examine
@@ -109,7 +109,7 @@ def run_doctor(config: Config) -> int:
 
 
 def preflight(argv: Sequence[str]) -> None:
-    """Refuse a command line that cannot work, before any rank starts; ``scripts/launch.sh`` asks this first.
+    """Reject a command line that cannot work before any rank starts; ``scripts/launch.sh`` calls this first.
 
     Prints the number of ranks to start on this machine, and the seconds within which all ranks have to arrive.
     """
@@ -123,7 +123,7 @@ def preflight(argv: Sequence[str]) -> None:
         launch.check_debugger(world_size)
         if command != "convert":
             check(config, world_size, COMMANDS[command].trains)
-        if command not in ("convert", "doctor"):  # doctor reports these with everything else.
+        if command not in ("convert", "doctor"):  # doctor reports these itself, with everything else.
             if config.distributed.backend in ("nccl", "mpi"):
                 from .runtime import choose_backend, choose_device
 

@@ -1,6 +1,6 @@
 """Settings: typed dataclasses with one docstring per field, which ``--help`` shows.
 
-It imports neither PyTorch nor other modules of the package, so a wrong setting is reported before any process starts.
+This module imports neither PyTorch nor the rest of the package: wrong settings are reported before any process starts.
 """
 
 import math
@@ -16,9 +16,9 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 class UserError(Exception):
-    """Something the user has to change: one line that says what, and what would work.
+    """Something that the user has to change: one line that states the problem and what would work.
 
-    A function that "refuses" something raises it. It ends the process with exit code 2, before anything is lost.
+    A function that "rejects" something raises it. It ends the process with exit code 2, before anything is lost.
     """
 
 
@@ -27,7 +27,7 @@ class RunConfig:
     """Where the run writes, and what makes it reproducible."""
 
     dir: str = "runs/default"
-    """Run directory: everything that the run writes; created if missing. If you set it for evaluate, its record is also
+    """Directory for everything that the run writes; created if missing. If you set it for evaluate, the record is also
     appended to metrics.jsonl there; otherwise it is only printed."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, the order of the data and its augmentation."""
@@ -76,8 +76,8 @@ class OptimConfig:
     """Term that AdamW adds to the denominator."""
     #:: else ::#
     eps: PositiveFloat = 1e-6
-    """Term that AdamW adds to the denominator: gradients far below it, which may be only rounding, cause no full
-    steps."""
+    """Term that AdamW adds to the denominator: gradients far below it, which may be only rounding errors, cause no
+    full steps."""
     #:: endif ::#
 
 
@@ -111,7 +111,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Keep only the input of each block for backward and recompute the rest: less memory, a third more computation."""
     clip_grad_norm: PositiveFloat | None = 1.0
-    """Maximum norm of the whole gradient; null does not clip."""
+    """Maximum norm of the whole gradient; null turns clipping off."""
     log_every: PositiveInt = 10
     """Steps between two metrics records; the loop waits for the device only then."""
     #:: if cookiecutter.task == "digits" ::#
@@ -138,7 +138,7 @@ class CheckpointConfig:
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
     resume: str = "auto"
-    """auto: resume if run.dir holds a checkpoint. never: refuse a run.dir with one. Or the path of a checkpoint."""
+    """auto: resume if run.dir holds a checkpoint. never: reject a run.dir with one. Or the path of a checkpoint."""
 
 
 @dataclass
@@ -148,11 +148,11 @@ class DistributedConfig:
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """Communication backend; auto is the device's default (NCCL on NVIDIA GPUs, gloo on CPUs)."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: an accelerator for each process if there are any, else the CPU."""
+    """auto: an accelerator for each process if the machine has any, else the CPU."""
     init_method: str = "env://"
     """Rendezvous of the ranks: env:// (set by the launcher), tcp://host:port or file:///path."""
     timeout_seconds: PositiveFloat = 120.0
-    """Longest wait for other ranks from the second step on; then the run ends with an error."""
+    """Longest wait for other ranks from the second step on, after which the run ends with an error."""
     startup_timeout_seconds: PositiveFloat = 1800.0
     """The same until the first step is done, while ranks load data, compile and warm up."""
 
@@ -175,7 +175,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def check(self) -> None:
-        """Refuse values that have the right type but cannot work."""
+        """Reject values that have the right type but cannot work."""
         for name, section in asdict(self).items():
             for key, value in section.items():
                 if isinstance(value, float) and not math.isfinite(value):
@@ -189,7 +189,7 @@ class Config:
 
 
 def sections() -> dict[str, type]:
-    """Return the sections of ``Config``: the class of each by name."""
+    """Return the class of each section of ``Config``, by name."""
     return get_type_hints(Config)
 
 

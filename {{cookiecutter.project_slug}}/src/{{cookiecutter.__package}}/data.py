@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from .config import DataConfig, UserError
 from .launch import init_loader_worker
 
-# A dataset is asked for (epoch, index). The epoch travels with the index because loader processes hold a copy of the
+# A dataset is indexed by (epoch, index). The epoch is part of the key because loader processes hold a copy of the
 # dataset and would not see it change. So the augmentation of a sample depends on both, whichever process loads it.
 Key = tuple[int, int]
 
@@ -25,7 +25,7 @@ class TrainSampler(DistributedSampler[Any]):
     """A ``DistributedSampler`` that can start in the middle of an epoch and ends with the last complete global batch.
 
     An epoch is one permutation of the dataset, determined by (seed, epoch). Global batch i is its i-th slice of
-    ``global_batch_size`` samples, of which this share is every ``dp_size``-th one. Refuses a dataset smaller than that.
+    ``global_batch_size`` samples; this rank reads every ``dp_size``-th of them. Rejects a dataset smaller than that.
     """
 
     def __init__(self, dataset: Any, dp_rank: int, dp_size: int, global_batch_size: int, seed: int) -> None:
@@ -40,7 +40,7 @@ class TrainSampler(DistributedSampler[Any]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch, and how many of its samples (over all ranks) were consumed already."""
+        """Set the epoch, and how many of its samples (over all ranks) have already been consumed."""
         super().set_epoch(epoch)
         length = len(self.dataset)  # type: ignore[arg-type]
         self.start, self.end = start, length - (length - start) % self.global_batch_size
@@ -78,10 +78,10 @@ def build_loader(
         sampler=sampler,
         num_workers=config.num_workers,
         persistent_workers=config.num_workers > 0,
-        # Not fork: the child would inherit locks that other threads hold at that moment, and might wait forever.
+        # Not fork: the child would inherit locks that other threads hold at that moment, and might deadlock.
         multiprocessing_context="spawn" if config.num_workers else None,
         worker_init_fn=init_loader_worker,
         pin_memory=device.type == "cuda",
-        # A generator of its own: a new iterator would draw from the global one, and a resumed run would differ.
+        # A separate generator: a new iterator would otherwise draw from the global one, and a resumed run would differ.
         generator=torch.Generator(),
     )

@@ -21,14 +21,14 @@ from .parallel import Parallel
 from .runtime import Process, all_gather_object, on_main
 from .strategy import Strategy
 
-Metrics = dict[str, np.ndarray]  # Of single samples: arrays of shape (samples,) by name.
+Metrics = dict[str, np.ndarray]  # Per sample: arrays of shape (samples,) by name.
 Context = Callable[[], AbstractContextManager[None]]
 
 
 class Evaluator:
-    """Evaluates a model on a dataset of ``(input, target)``, as often as it is called.
+    """Evaluates a model on a dataset of ``(input, target)`` each time it is called.
 
-    ``around`` is a context around each batch, entered equally often on every rank; it may raise to stop.
+    ``around`` is a context manager for each batch, entered equally often on every rank; it may raise to stop.
     """
 
     def __init__(self, samples: Any, parallel: Strategy, config: DataConfig, around: Context = nullcontext) -> None:
@@ -44,13 +44,13 @@ class Evaluator:
         self.parallel.module.eval()
         own = self.evaluate_share()
         self.parallel.module.train()
-        # One message of a few arrays per rank; samples are put in their order by index.
+        # One message of a few arrays per rank; samples are put in order by their index.
         metrics = merge(all_gather_object(own), len(self.samples))
         return {"num_samples": len(self.samples), **dataset.aggregate_metrics(metrics)}
 
     @torch.no_grad()
     def evaluate_share(self) -> Metrics:
-        """Return the metrics of the samples that this rank has the outputs of, and their ``index``."""
+        """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         batches: dict[str, list[Tensor]] = {}
         device = self.parallel.device
         for inputs, targets in self.batches():
@@ -65,9 +65,9 @@ class Evaluator:
         return {**arrays, "index": np.array(self.sampler.indices if arrays else [], dtype=np.int64)}
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield this rank's batches, and then dummy batches without targets, up to the number that rank 0 has.
+        """Yield this rank's batches, then dummy batches without targets, up to rank 0's number of batches.
 
-        A rank without samples still runs the model, so that the collectives in it match.
+        A rank without samples still runs the model, so that the model's collectives match.
         """
         yield from self.loader
         for _ in range(self.most_batches - len(self.loader)):
@@ -100,7 +100,7 @@ def evaluate(path: str, config: Config, process: Process) -> None:
 def load_model(path: str, config: Config, process: Process) -> tuple[dict[str, Any], Strategy]:
     """Load the checkpoint at ``path``; returns its header, and its model under this project's strategy. A collective.
 
-    The model is the one that was saved: the checkpoint's ``model`` settings replace those of ``config``. Refuses what
+    The model is the one that was saved: the checkpoint's ``model`` settings replace those of ``config``. Rejects what
     is not a checkpoint of this project, or does not fit.
     """
     header, state = read_on_main(Path(path))

@@ -1,4 +1,4 @@
-"""The interface between the loop and ``parallel.py``, and what does not depend on how the work is split."""
+"""The interface between the loop and ``parallel.py``, and the code that all strategies share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,20 +15,20 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class Strategy(ABC):
-    """How a model and its batches are spread over ranks and devices. The rest of the package knows no more than this.
+    """How a model and its batches are distributed over ranks and devices; the rest of the package uses nothing else.
 
-    ``parallel.py`` defines the subclass of this project, built as ``Parallel(model, loss_fn, config, process)``. There
+    ``parallel.py`` defines this project's subclass, which is built as ``Parallel(model, loss_fn, config, process)``:
     ``model`` is a sequence of named blocks on the CPU, with the same weights on every rank, and ``loss_fn`` returns the
     mean loss of outputs and targets as a scalar.
 
     Attributes:
-        module: What this rank holds of the model; its parameters have the names that they have in the whole model.
-        device: Where inputs and targets have to be.
-        dp_rank: Which share of each batch this rank reads; ranks that hold parts of one model read the same share.
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        device: The device that inputs and targets have to be on.
+        dp_rank: The share of each batch that this rank reads; ranks that hold parts of one model read the same share.
         dp_size: Number of shares.
         dp_group: The ranks that hold the same part of the model and read the other shares; None means all ranks.
         microbatches: Number of micro-batches that a share is split into.
-        autocast: Opens the precision of ``train.precision``.
+        autocast: Returns the context manager for ``train.precision``.
     """
 
     module: nn.Module
@@ -56,7 +56,7 @@ class Strategy(ABC):
         Args:
             inputs: This rank's inputs, ``global_batch_size / dp_size`` of them.
             targets: Their targets.
-            scaler: Scales the loss of fp16, and nothing else.
+            scaler: Scales the loss if the precision is fp16.
 
         Returns:
             This rank's part of the mean loss, a detached scalar on the device: the sum over all ranks is the mean.
@@ -64,17 +64,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def predict(self, inputs: Tensor) -> Tensor | None:
-        """Return the model's outputs for this rank's ``inputs``; None on ranks that leave the answer to another.
+        """Return the model's outputs for this rank's ``inputs``, or None if another rank returns them.
 
         All ranks have to call it the same number of times.
         """
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradient of the whole model down to ``max_norm`` if it is larger; returns its norm before that."""
+        """Clip the norm of the whole model's gradient to ``max_norm``; returns the norm before clipping."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks, each of which saw other samples; a collective."""
+        """Average BatchNorm's running statistics over ranks, which saw different samples; a collective."""
         for buffer in self.module.buffers():
             if buffer.is_floating_point() and self.dp_size > 1:
                 dist.all_reduce(buffer, group=self.dp_group)

@@ -1,4 +1,4 @@
-"""The training loop: forward, backward, clip, step; and between steps what is due: log, evaluate, save."""
+"""The training loop: forward, backward, clip, step; between steps, log, evaluate and save when due."""
 
 import math
 import time
@@ -25,9 +25,9 @@ from .runtime import Process, Stopped, StopSignal, on_main, report_failures
 
 
 def train(config: Config, process: Process) -> None:
-    """Train as ``config`` says, or resume from a checkpoint of the run; all ranks call this together.
+    """Train with the settings of ``config``, or resume from a checkpoint of the run; a collective.
 
-    Refuses settings that do not fit the data, the model or the run directory.
+    Rejects settings that do not fit the data, the model or the run directory.
     """
     run_dir, resume = Path(config.run.dir), config.checkpoint.resume
     restarted = any(runtime.all_gather_object(is_restart()))
@@ -39,7 +39,7 @@ def train(config: Config, process: Process) -> None:
 
 
 class Trainer:
-    """One run on one rank: model, data and optimizer, and how far they have come."""
+    """One run on one rank: its model, data, optimizer and progress."""
 
     def __init__(self, config: Config, process: Process) -> None:
         self.config, self.process = config, process
@@ -71,12 +71,12 @@ class Trainer:
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
-        """Resume from the first of these checkpoints that can be read, if there are any."""
+        """Resume from the first of the ``candidates`` that can be read, if there are any."""
         self.progress = self.checkpointer.restore(candidates)
         self.first_step = self.saved_step = self.progress.step
 
     def run(self) -> None:
-        """Train to the end; on a stop signal, save, and leave the rest to the next start."""
+        """Train to the end; on a stop signal, save and leave the remaining steps to the next start."""
         progress, stopped = self.progress, False
         recording = self.tracker.record(progress.step, self.total_steps)
         with recording, self.checkpointer, self.stop, report_failures(lambda: f"after step {progress.step}"):
@@ -112,7 +112,7 @@ class Trainer:
         progress.samples = 0
 
     def run_step(self, inputs: Tensor, targets: Tensor) -> None:
-        """Take one step, and do what is due after it."""
+        """Take one step, then log, evaluate and save if due."""
         progress, config = self.progress, self.config
         lr = float(self.scheduler.get_last_lr()[0])
         loss, norm = self.step(inputs, targets)
@@ -124,7 +124,7 @@ class Trainer:
         is_last = progress.step == self.total_steps
         if is_last or is_due(progress.step, config.train.log_every):
             self.log(loss, norm, lr)
-        # Evaluation first: the checkpoint then knows whether it is the best.
+        # Evaluation first: the checkpoint then records whether it is the best.
         if is_last or is_due(progress.step, config.train.eval_every):
             self.evaluate()
         if is_last or is_due(progress.step, config.checkpoint.every_steps):
@@ -154,7 +154,7 @@ class Trainer:
         return loss, norm
 
     def end_startup(self) -> None:
-        """After the first step: print how long it took, and wait less long for other ranks from now on."""
+        """Print the time until the end of the first step, and shorten the wait for other ranks from now on."""
         if self.process.device.type != "cpu":
             torch.accelerator.synchronize()
         self.tracker.print(f"first step done {time.perf_counter() - STARTED:.1f} s after the start")
@@ -162,7 +162,7 @@ class Trainer:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """Measure throughput from here on."""
+        """Start measuring throughput."""
         self.clock, self.clock_step = time.perf_counter(), self.progress.step
 
     def log(self, loss: Tensor, norm: Tensor | None, lr: float) -> None:
@@ -179,9 +179,9 @@ class Trainer:
         self.start_clock()
 
     def evaluate(self) -> None:
-        """Evaluate on the test set, and save a model that is better than all before."""
+        """Evaluate on the test set, and save the model if it is the best so far."""
         progress = self.progress
-        progress.evaluation_due = True  # Until it is done: a stop signal may interrupt it.
+        progress.evaluation_due = True  # Until it is done, because a stop signal may interrupt it.
         record = self.evaluator()
         progress.evaluation_due = False
         self.tracker.log({"event": "eval", "step": progress.step, "split": "test", **record})
@@ -192,7 +192,7 @@ class Trainer:
         self.start_clock()
 
     def save(self) -> None:
-        """Save a checkpoint of this step, unless there is one."""
+        """Save a checkpoint of this step, unless one exists."""
         if self.saved_step < self.progress.step:
             self.parallel.average_buffers()
             self.checkpointer.save(self.progress)

@@ -3,9 +3,9 @@
     step-00000440.pt     full: one file, which rank 0 assembles and writes; loads into any PyTorch program
     step-00000440.dcp    sharded: a folder into which each rank writes what it holds, while training continues
 
-Both hold the same: full tensors under the names of the whole model, and the rest of the run's state.
+Both have the same content: full tensors under the names of the whole model, and the rest of the run's state.
 
-This room knows modules, optimizers and the process group; it does not know how the work is split, nor what is trained.
+This room knows modules, optimizers and the process group; it does not know how the work is split or what is trained.
 """
 
 from .checkpointer import Checkpointer, Progress

@@ -45,12 +45,12 @@ class Checkpointer:
     """Saves and restores one run; its methods are collectives.
 
     Args:
-        module: What this rank holds of the model.
-        optimizer: Its optimizer.
+        module: This rank's part of the model.
+        optimizer: The optimizer of ``module``.
         stateful: Other objects with ``state_dict`` and ``load_state_dict`` (scheduler, scaler), by name.
         settings: All settings of the run, which go into each checkpoint.
         run_dir: The run directory.
-        config: What to save, and how much to keep.
+        config: The format, and how many checkpoints to keep.
         process: This process.
     """
 
@@ -67,14 +67,14 @@ class Checkpointer:
         self.module, self.optimizer, self.stateful = module, optimizer, stateful
         self.settings, self.run_dir, self.config, self.process = settings, run_dir, config, process
         self.pending: tuple[Future[Any], Path] | None = None
-        # Sharded saves exchange messages in a thread, while training does: in a group of their own.
+        # Sharded saves exchange messages in a thread while training does, so they need their own group.
         self.group: Any = dist.new_group(backend="gloo") if config.format == "sharded" else None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for a pending save. If the run has failed, its error is reported, not that of the save."""
+        """Wait for a pending save. If the run has failed, its error is reported instead of the save's error."""
         try:
             self.wait()
         except UserError:
@@ -117,7 +117,7 @@ class Checkpointer:
         on_main(write)
 
     def build_header(self, progress: Progress) -> dict[str, Any]:
-        """Return everything in a checkpoint but its tensors, complete on rank 0; a collective."""
+        """Return everything in a checkpoint except its tensors, complete only on rank 0; a collective."""
         rng: list[Any] | None = [None] * self.process.world_size if self.process.is_main else None
         dist.gather_object(get_rng_state(self.process.device), rng)
         header = {name: each.state_dict() for name, each in self.stateful.items()}
@@ -128,7 +128,7 @@ class Checkpointer:
     def restore(self, candidates: Sequence[Path]) -> Progress:
         """Resume from the first of ``candidates`` that can be read; start fresh if there are none.
 
-        Refuses candidates none of which can be read, and the checkpoint of another model.
+        Rejects candidates if none can be read, and the checkpoint of another model.
         """
         for path in candidates:
             try:
@@ -144,7 +144,7 @@ class Checkpointer:
         return Progress()
 
     def check_model(self, header: Mapping[str, Any]) -> None:
-        """Refuse the checkpoint of another model."""
+        """Reject the checkpoint of another model."""
         saved = header["config"]["model"]
         for key, wanted in self.settings["model"].items():
             if saved.get(key) != wanted:
@@ -165,7 +165,7 @@ class Checkpointer:
 
 
 def prune(run_dir: Path, keep: int, best_step: int | None) -> None:
-    """Remove what a killed save left, and all checkpoints but the ``keep`` newest and the best."""
+    """Remove what a killed save left behind, and all checkpoints except the ``keep`` newest and the best."""
     for path in (run_dir / "checkpoints").glob("step-*.tmp"):
         remove(path)
     for path in list_checkpoints(run_dir)[:-keep]:

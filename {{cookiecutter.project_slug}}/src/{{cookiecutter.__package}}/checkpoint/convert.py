@@ -1,4 +1,4 @@
-"""``convert``: turns a sharded checkpoint into a full one, or the other way round, in one process."""
+"""``convert``: turns a sharded checkpoint into a full one, or vice versa, in one process."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from .state_dict import flatten, unflatten
 
 
 def convert(source: Path, output: Path) -> None:
-    """Write the checkpoint ``source`` in the other format as ``output``; its tensors stay the same bit by bit.
+    """Write the checkpoint ``source`` in the other format as ``output``; its tensors stay the same, bit for bit.
 
-    Refuses a ``source`` that cannot be read, and an ``output`` that exists, cannot be written or has the wrong suffix.
+    Rejects a ``source`` that cannot be read, and an ``output`` that exists, cannot be written or has the wrong suffix.
     """
     if not source.exists():
         raise UserError(f"--checkpoint is {source}: no such file")

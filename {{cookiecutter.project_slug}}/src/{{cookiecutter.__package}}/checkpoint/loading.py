@@ -1,4 +1,4 @@
-"""Reading checkpoints of either format; no code from them is ever run."""
+"""Reading checkpoints of either format, without ever running code from them."""
 
 import pickle
 import zipfile
@@ -14,12 +14,12 @@ from . import sharded
 from .sharded import DamagedCheckpointError
 from .state_dict import drop_missing_state, flat_state_dict, flatten, scatter_full_tensors
 
-# Written into each checkpoint; one with another format is refused.
+# Written to each checkpoint; one with another format is rejected.
 FORMAT = 1
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU; of a folder, only the header.
+    """Read a checkpoint to the CPU; for a folder, read only the header.
 
     Raises:
         DamagedCheckpointError: if it cannot be read, was cut short or altered, or has another format.
@@ -43,10 +43,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_on_main(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a checkpoint on rank 0; only rank 0 needs access to the file of a full one. A collective.
+    """Read a checkpoint on rank 0; only rank 0 needs access to the file of a full checkpoint. A collective.
 
     Returns:
-        The header on every rank: all but the tensors, and their ``names``. And the whole content on rank 0.
+        The header (all but the tensors, plus their ``names``) on every rank, and the whole content on rank 0.
 
     Raises:
         DamagedCheckpointError: on every rank, if it cannot be read.
@@ -70,9 +70,9 @@ def load(
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Fill what this rank holds of a model, and its optimizer if there is one, from a checkpoint; a collective.
+    """Load a checkpoint into this rank's part of a model and, if given, its optimizer; a collective.
 
-    ``header`` and ``state`` are what ``read_on_main`` returned; from a folder, each rank reads its part itself. Refuses
+    ``header`` and ``state`` are what ``read_on_main`` returned; from a folder, each rank reads its part itself. Rejects
     the checkpoint of another model, on every rank.
     """
     tensors = flat_state_dict(module, optimizer)

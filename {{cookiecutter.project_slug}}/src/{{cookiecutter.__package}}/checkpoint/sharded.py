@@ -2,7 +2,7 @@
 
 step-00000440.dcp/
     __0_0.distcp, __1_0.distcp, ...    the tensors, one file per rank, written by torch.distributed.checkpoint (DCP)
-    header.pt                          the rest of the state; of each tensor, where it is and its checksum
+    header.pt                          the rest of the state; the location and checksum of each tensor
     .metadata                          DCP's own index, for other tools; a pickle, so it is never loaded here
 """
 
@@ -30,8 +30,8 @@ from ..runtime import disk_errors, publish, remove, write_atomically
 HEADER = "header.pt"
 PICKLE = _StorageInfo(".metadata", offset=0, length=-1)  # The whole file: only its checksum is verified.
 
-# The classes that describe tensors in the header, beside built-in types: they hold data only. BytesStorageMetadata is
-# left out on purpose: no entry can then be an object, which DCP would unpickle.
+# The classes that describe tensors in the header, in addition to built-in types; they hold only data.
+# BytesStorageMetadata is left out on purpose, so that no entry can be an object, which DCP would unpickle.
 DESCRIPTIONS: list[Any] = [
     metadata.Metadata,
     metadata.MetadataIndex,
@@ -50,7 +50,7 @@ class DamagedCheckpointError(UserError):
 class Writer(FileSystemWriter):
     """Writes the folder ``path`` under a temporary name, and renames it when all ranks are done: complete or absent.
 
-    On rank 0, ``header`` is the content of its header, and ``on_finish`` is called at the end.
+    On rank 0, ``header`` is the content of the header file, and ``on_finish`` is called at the end.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], on_finish: Callable[[], None] = lambda: None) -> None:
@@ -59,7 +59,7 @@ class Writer(FileSystemWriter):
         self.header, self.on_finish = header, on_finish
 
     def make_folder(self) -> None:
-        """Create the folder, without what a killed save left in it; on one rank, before the others write."""
+        """Create the folder, discarding what a killed save left; call it on one rank, before the others write."""
         if self.temporary.exists():
             shutil.rmtree(self.temporary)
         self.temporary.mkdir(parents=True)
@@ -91,7 +91,7 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads tensors from where the header says they are, and verifies their checksums."""
+    """Reads tensors from the locations in the header, and verifies their checksums."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         super().__init__(path)
@@ -122,7 +122,7 @@ def compute_checksums(folder: Path, infos: Iterable[_StorageInfo]) -> dict[tuple
 
 
 def start_save(tensors: dict[str, Tensor], writer: Writer, group: dist.ProcessGroup) -> futures.Future[Any]:
-    """Copy what this rank holds to the CPU, and let a thread write the copy; a collective.
+    """Copy what this rank holds to the CPU, and write the copy in a thread; a collective.
 
     The threads exchange messages while training does, so ``group`` must have no other use.
     """
@@ -153,7 +153,7 @@ def load_in_one_process(path: Path, header: Mapping[str, Any]) -> dict[str, Tens
     """Return all tensors of a folder, whole, without a process group.
 
     Raises:
-        DamagedCheckpointError: if they are not what the header says, or too large for this machine.
+        DamagedCheckpointError: if they do not match the header, or are too large for this machine.
     """
     try:
         saved = header["metadata"].state_dict_metadata
@@ -168,7 +168,7 @@ def load_in_one_process(path: Path, header: Mapping[str, Any]) -> dict[str, Tens
 
 @contextmanager
 def one_line_errors(message: str, kind: type[UserError]) -> Iterator[None]:
-    """Raise the first error of any rank as one ``kind`` with ``message``; DCP has a traceback for each."""
+    """Raise the first error of any rank as one line, a ``kind`` with ``message``; DCP has a traceback for each."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")

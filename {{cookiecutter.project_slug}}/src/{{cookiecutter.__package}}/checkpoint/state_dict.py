@@ -2,7 +2,7 @@
 
     model.head.linear.weight                  optimizer.head.linear.weight.exp_avg
 
-A tensor may be whole on every rank, a shard on each (DTensor), or held by some ranks only; its name is the same on all.
+A tensor may be whole on every rank, a shard on each (DTensor), or on some ranks only; its name is the same on all.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,10 +19,10 @@ from ..runtime import all_gather_object
 
 
 def flat_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """Return what this rank holds by name: the tensors themselves, not copies."""
+    """Return the tensors that this rank holds, by name; they are not copies."""
     tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items()}
     if optimizer is not None:
-        # Creates the state of an optimizer that has taken no step yet, so that it can be filled.
+        # This creates the state of an optimizer that has taken no step yet, so that it can be filled.
         state: Any = get_optimizer_state_dict(module, optimizer)["state"]
         tensors |= {f"optimizer.{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
     return tensors
@@ -44,10 +44,10 @@ def drop_missing_state(
 
 
 def gather_full_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Gather what the ranks hold to rank 0, whole and on the CPU, through ``device``; a collective.
+    """Gather the ranks' tensors to rank 0, whole and on the CPU, through ``device``; a collective.
 
     Returns:
-        The full tensors by name on rank 0; nothing on the others.
+        The full tensors by name on rank 0; an empty dictionary on the others.
     """
     outlines = all_gather_object({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     # All ranks take the names in the same order, so that those with a shard of a tensor gather it together.
@@ -73,7 +73,7 @@ def gather_full_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> 
 def scatter_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Copy rank 0's ``full`` tensors into what each rank holds of them, one at a time through ``device``; a collective.
 
-    Refuses, on every rank, if a tensor that a rank holds is missing or has another shape.
+    Rejects ``full``, on every rank, if a tensor that a rank holds is missing or has another shape.
     """
     outline: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in full.items()}]
     dist.broadcast_object_list(outline, src=0)
@@ -92,7 +92,7 @@ def scatter_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Tenso
 
 
 def unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a flat state as it is stored: ``model`` is a plain state dict, ``optimizer`` is keyed by parameter."""
+    """Return the stored form of a flat state: ``model`` is a plain state dict, ``optimizer`` is keyed by parameter."""
     model: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
@@ -106,7 +106,7 @@ def unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the flat state of a stored one; the inverse of ``unflatten``."""
+    """Return the flat form of a stored state; the inverse of ``unflatten``."""
     tensors = {f"model.{name}": tensor for name, tensor in state.get("model", {}).items()}
     for name, entry in state.get("optimizer", {}).items():
         tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in entry.items()}

@@ -1,6 +1,6 @@
-"""``doctor``: checks machines, interconnect and disk before a long run, and prints a table of what it found.
+"""``doctor``: checks machines, interconnect and disk before a long run, and prints a table of the results.
 
-It is handed what the run needs (``Requirements``), and does not know the model, the data or the strategy.
+It receives what the run needs (``Requirements``), and does not know the model, the data or the strategy.
 """
 
 from .examine import examine

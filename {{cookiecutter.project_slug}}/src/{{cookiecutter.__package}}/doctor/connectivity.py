@@ -32,7 +32,7 @@ def check_host_name(process: Process, backend: str) -> Row:
 
 
 def own_address(name: str) -> str | None:
-    """Return the first address of ``name`` that this machine has, which is how gloo chooses; None if there is none."""
+    """Return the first address of ``name`` that this machine has, as gloo does; None if there is none."""
     try:
         candidates = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -100,7 +100,7 @@ def try_port(port: int) -> str:
 
 
 def wait_for_listener(host: str, port: int, patience: float) -> None:
-    """Wait until rank 0 listens at the rendezvous; raises OSError if it did not for ``patience`` seconds."""
+    """Wait until rank 0 listens at the rendezvous; raises OSError after ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -113,7 +113,7 @@ def wait_for_listener(host: str, port: int, patience: float) -> None:
 
 
 def check_interfaces(backend: str) -> list[Row]:
-    """Check the interfaces that gloo and NCCL use: those that are named have to exist."""
+    """Check the interfaces that gloo and NCCL use: those that the environment names have to exist."""
     existing = [name for _, name in socket.if_nameindex()]
     advice = f"name one of {', '.join(existing)}"
     rows = []
@@ -146,7 +146,7 @@ def select(names: list[str], pattern: str) -> list[str]:
 
 
 def find_interface(address: str | None, names: list[str]) -> str:
-    """Return the interface that has an IPv4 address; on other systems than Linux, the address itself."""
+    """Return the interface that has the IPv4 ``address``; on systems other than Linux, the address itself."""
     if address is None:
         return "loopback"
     if sys.platform == "linux":
@@ -155,7 +155,7 @@ def find_interface(address: str | None, names: list[str]) -> str:
                 try:
                     answer = fcntl.ioctl(query, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 except OSError:
-                    continue  # It has no address.
+                    continue  # This interface has no address.
                 found = socket.inet_ntoa(answer[20:24])
                 if found == address or (found.startswith("127.") and address.startswith("127.")):
                     return f"{name} ({address})"

@@ -1,10 +1,10 @@
-"""The course of an examination:
+"""The steps of an examination:
 
     1. each rank alone         checks its machine: system, connectivity, NCCL's variables
-    2. all ranks at a store    exchange what they found and compare it; rank 0 prints the table
+    2. all ranks at a store    exchange and compare their results; rank 0 prints the table
     3. all ranks in a group    measure the interconnect between them; rank 0 prints the rest
 
-A store needs only an address and a port, so the ranks can exchange findings even if no process group can be formed.
+A store needs only an address and a port, so the ranks can exchange results even if no process group can be formed.
 """
 
 import json
@@ -24,9 +24,9 @@ from ..runtime import Process, choose_backend, find_process, process_group, rend
 from . import connectivity, interconnect, nccl, system
 from .report import Requirements, Row, failed, format_count, format_table
 
-# Longest wait for other ranks, in seconds: whoever checks a machine does not want to wait as long as a run may.
+# Longest wait for other ranks, in seconds: a check should not wait as long as a run may.
 PATIENCE = 60.0
-# If one of these failed, the ranks could not form a process group, and would wait in vain.
+# If one of these fails, the ranks cannot form a process group, and would wait in vain.
 NEEDED_FOR_GROUP = {"ranks", "device", "backend", "versions", "project"}
 NEEDED_FOR_GROUP |= {"host name", "rendezvous", "gloo interface", "NCCL interface"}
 
@@ -49,7 +49,7 @@ def examine(needs: Requirements) -> int:
 
 
 def examine_machine(needs: Requirements) -> tuple[Process, list[Row]]:
-    """Return which process this is, and what it finds by itself."""
+    """Return which process this is, and the results of its own checks."""
     distributed = needs.distributed
     try:
         process, rows = find_process(distributed, needs.devices_per_rank), []
@@ -88,7 +88,7 @@ def open_store(where: dict[str, Any], patience: float) -> Any:
 
 
 def examine_together(needs: Requirements, process: Process, rows: list[Row], store: Any) -> int:
-    """Exchange findings with the other ranks, and measure the interconnect; returns the exit code."""
+    """Exchange results with the other ranks, and measure the interconnect; returns the exit code."""
     patience = needs.distributed.startup_timeout_seconds
     ranks = compare(gather_rows(store, "machines", rows, process, patience))
     print_on_main(process, describe_ranks(process), format_table(ranks))
@@ -104,7 +104,7 @@ def examine_together(needs: Requirements, process: Process, rows: list[Row], sto
 
 
 def gather_rows(store: Any, name: str, own: list[Row], process: Process, patience: float) -> list[list[Row]]:
-    """Return the rows of all ranks; a rank that is silent for ``patience`` seconds gets a row that says so."""
+    """Return the rows of all ranks; a rank that is silent for ``patience`` seconds gets a failed row."""
     keys = [f"doctor/{name}/{rank}" for rank in range(process.world_size)]
     store.set(keys[process.rank], json.dumps([asdict(row) for row in own]))
     if process.is_main:
@@ -120,7 +120,7 @@ def gather_rows(store: Any, name: str, own: list[Row], process: Process, patienc
 
 
 def compare(ranks: list[list[Row]]) -> list[list[Row]]:
-    """Return the rows, with a failure where ranks differ in what has to be the same on all of them."""
+    """Return the rows; those that have to be the same on all ranks but differ are marked as failed."""
     for name in ("versions", "project", "backend"):
         found = {row for rows in ranks for row in rows if row.name == name}
         if len(found) > 1:
@@ -130,7 +130,7 @@ def compare(ranks: list[list[Row]]) -> list[list[Row]]:
 
 
 def measure(needs: Requirements) -> list[Row]:
-    """Measure the interconnect in a process group of all ranks; if none can be formed, return a row that says why."""
+    """Measure the interconnect in a process group of all ranks; if none can be formed, return a row with the reason."""
     try:
         with process_group(needs.distributed, needs.devices_per_rank) as process:
             device = torch.device("cpu") if needs.distributed.backend == "gloo" else process.device
@@ -141,9 +141,9 @@ def measure(needs: Requirements) -> list[Row]:
 
 
 def print_alone(rows: list[Row], process: Process) -> int:
-    """Print what this rank found by itself, because it does not reach the others; returns the exit code.
+    """Print the results of this rank alone, because it cannot reach the others; returns the exit code.
 
-    Once per machine, as its ranks found the same. The others wait: with the first exit, a launcher ends all of them.
+    Once per machine, whose ranks have the same results. The others wait: at the first exit, a launcher ends all ranks.
     """
     if is_first_on_machine():
         title = f"{describe_ranks(process)}; rank {process.rank} alone:"
@@ -154,7 +154,7 @@ def print_alone(rows: list[Row], process: Process) -> int:
 
 
 def describe_ranks(process: Process) -> str:
-    """Return how many ranks there are, and how many of them on this machine."""
+    """Return how many ranks there are, and how many of them are on this machine."""
     return f"{process.world_size} rank(s), {process.local_world_size} of them on {socket.gethostname()}"
 
 
@@ -165,12 +165,12 @@ def print_on_main(process: Process, *lines: str) -> None:
 
 
 def leave_together(store: Any, process: Process) -> None:
-    """Keep every rank until rank 0 has printed everything: with the first exit code 1, a launcher ends the others.
+    """Wait until rank 0 has printed everything: at the first exit code 1, a launcher ends the other ranks.
 
     Rank 0 ends last, because it may hold the store.
     """
     others = [f"doctor/left/{rank}" for rank in range(1, process.world_size)]
-    with suppress(RuntimeError):  # A rank that is gone has been heard already.
+    with suppress(RuntimeError):  # A rank that is gone has already sent its results.
         if process.is_main:
             store.set("doctor/printed", "")
             store.wait(others, timedelta(seconds=10))
@@ -180,5 +180,5 @@ def leave_together(store: Any, process: Process) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, which says what happened; PyTorch adds stack traces below."""
+    """Return the first line of an error's text, which describes the error; PyTorch adds stack traces below."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Measurements between ranks: clocks, point-to-point links between neighbours, and an all-reduce over all."""
+"""Measurements between ranks: clocks, point-to-point links between neighbors, and an all-reduce over all ranks."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ def measure(world_size: int, device: torch.device) -> list[Row]:
     """Measure everything between the ranks; returns the same rows on each. A collective."""
     if world_size == 1:
         return [Row(name, "only one rank, nothing to measure") for name in ("clocks", "all-reduce", "point to point")]
-    # On a CPU the ranks sum what they send themselves, on shared processors.
+    # Less on a CPU, where the ranks compute the sums themselves, on shared processors.
     large = (8 if device.type == "cpu" else 64) * MIB
     links, slowest = measure_links(large, device)
     all_reduces = [measure_all_reduce(size, slowest, device) for size in (MIB, large)]
@@ -43,7 +43,7 @@ def median_seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def check_clocks() -> Row:
-    """Compare the clocks when all ranks leave a barrier, which is exact to some milliseconds."""
+    """Compare the ranks' clocks as they leave a barrier, which is exact to a few milliseconds."""
     stamps = []
     for _ in range(REPEATS):
         dist.barrier()
@@ -59,7 +59,7 @@ def check_clocks() -> Row:
 
 
 def check_sum(device: torch.device) -> Row:
-    """Check that an all-reduce sums correctly: rank r gives r + 1 a thousand times, so every sum is N (N + 1) / 2."""
+    """Check that an all-reduce sums correctly: every value of rank r is r + 1, so every sum is N (N + 1) / 2."""
     world_size = dist.get_world_size()
     values = torch.full((1000,), dist.get_rank() + 1.0, device=device)
     dist.all_reduce(values)
@@ -87,7 +87,7 @@ def measure_all_reduce(size: int, link: float, device: torch.device) -> Row:
 
 
 def measure_links(size: int, device: torch.device) -> tuple[Row, float]:
-    """Measure bandwidth and latency between neighbours in a ring; returns a row, and the GB/s of the slowest link."""
+    """Measure bandwidth and latency between neighbors in a ring; returns a row, and the GB/s of the slowest link."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     own: dict[str, tuple[float, float]] = {}
     for pairs in ring_rounds(world_size):
@@ -106,7 +106,7 @@ def measure_links(size: int, device: torch.device) -> tuple[Row, float]:
 
 
 def ring_rounds(world_size: int) -> list[list[tuple[int, int]]]:
-    """Return the neighbours in a ring, in rounds of pairs that share no rank: two, or three if the ring is odd."""
+    """Return the neighbors in a ring, in rounds of pairs that share no rank: two, or three if the ring is odd."""
     pairs = [(left, (left + 1) % world_size) for left in range(world_size if world_size > 2 else 1)]
     last = [pairs.pop()] if world_size % 2 else []
     return [part for part in (pairs[::2], pairs[1::2], last) if part]

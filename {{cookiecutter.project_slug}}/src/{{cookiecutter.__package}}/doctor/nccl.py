@@ -1,4 +1,4 @@
-"""NCCL's environment variables: what each one that is set does, and which have a name or a value that NCCL ignores.
+"""NCCL's environment variables: what those that are set do, and which have a name or a value that NCCL ignores.
 
 ``nccl_variables.toml`` describes them.
 """
@@ -14,7 +14,7 @@ from .report import Row, State
 
 VARIABLES = tomllib.loads(Path(__file__).with_name("nccl_variables.toml").read_text(encoding="utf-8"))
 DOCUMENTED = {*VARIABLES.pop("undescribed"), *VARIABLES}
-# A list such as "ring,tree" or "^tree"; or one for single functions: "ring;allreduce:^tree". Case does not matter.
+# A list such as "ring,tree" or "^tree"; or a list per function: "ring;allreduce:^tree". Case does not matter.
 LIST = r"(?i:(\w+:)?\^?({0})(,({0}))*(;\w+:\^?({0})(,({0}))*)*)"
 
 

@@ -1,4 +1,4 @@
-"""What ``doctor`` is asked, what it finds, and the table of what all ranks found.
+"""``doctor``'s input (requirements), its results (rows), and the table of all ranks' results.
 
 device               pass  cpu, 2 processor(s), 2 rank(s) on this machine with 1 thread(s) each
 /dev/shm             fail  64 of 64 MiB free
@@ -18,7 +18,7 @@ State = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Requirements:
-    """What the run to check needs."""
+    """What the run needs, which ``doctor`` checks."""
 
     run_dir: Path
     checkpoint: CheckpointConfig
@@ -26,14 +26,14 @@ class Requirements:
     devices_per_rank: int
     num_workers: int
     parameters: int
-    settings: Mapping[str, Any]  # All of them: they have to be the same on all ranks.
+    settings: Mapping[str, Any]  # All settings: they have to be the same on all ranks.
 
 
 @dataclass(frozen=True)
 class Row:
     """One check: its name, what it found, and what to do about it.
 
-    A state of ``fail`` would break a run, ``warn`` may slow it down or surprise, ``pass`` is as it should be.
+    ``fail`` would break the run, ``warn`` may slow it down or cause surprises, ``pass`` is as it should be.
     """
 
     name: str
@@ -48,7 +48,7 @@ def failed(ranks: list[list[Row]]) -> set[str]:
 
 
 def format_table(ranks: list[list[Row]]) -> str:
-    """Format the rows of all ranks: one line if the ranks agree, otherwise one for each finding."""
+    """Format the rows of all ranks: one line if the ranks agree, otherwise one for each result."""
     table: dict[str, dict[Row, list[int]]] = {}
     for rank, rows in enumerate(ranks):
         for row in rows:
@@ -64,13 +64,13 @@ def format_table(ranks: list[list[Row]]) -> str:
 
 
 def format_ranges(numbers: list[int]) -> str:
-    """Format ascending numbers in short: ``0-3,5``."""
+    """Format ascending numbers as ranges: ``0-3,5``."""
     gaps = [(before, after) for before, after in pairwise(numbers) if after != before + 1]
     starts, ends = [numbers[0], *(after for _, after in gaps)], [*(before for before, _ in gaps), numbers[-1]]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def format_count(ranks: list[list[Row]]) -> str:
-    """Format how many different findings passed, warn and failed."""
+    """Format how many different rows pass, warn and fail."""
     rows = {row for rows in ranks for row in rows}
     return ", ".join(f"{sum(row.state == state for row in rows)} {state}" for state in ("pass", "warn", "fail"))

@@ -33,7 +33,7 @@ PROBE = 32 * MIB
 
 
 def check_code(settings: Mapping[str, Any]) -> list[Row]:
-    """Identify libraries, this package and the settings, all of which have to be the same on all ranks."""
+    """Identify the libraries, this package and the settings, which all have to be the same on all ranks."""
     versions = [f"Python {platform.python_version()}", f"PyTorch {torch.__version__}"]
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         versions.append("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
@@ -59,12 +59,12 @@ def check_driver() -> Row:
 
 
 def check_devices(process: Process, count: int) -> list[Row]:
-    """Check the ``count`` devices of this rank: their memory, and who else uses it."""
+    """Check the ``count`` devices of this rank: their memory, and which other processes use it."""
     if process.device.type == "cpu":
         return [check_processors(process)]
     if process.device.type != "cuda":
         return [Row("device", str(process.device))]
-    # Before this process touches a device: from then on it would be one of its users.
+    # Query before this process touches a device, which makes it one of the users.
     users = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
     first = process.device.index or 0
     return [check_gpu(index, users) for index in range(first, min(first + count, torch.cuda.device_count()))]

@@ -1,9 +1,9 @@
 """Everything that happens before PyTorch is imported.
 
-This room reads what the launcher says about this process, parses the command line, refuses what cannot work, and ties
-the process to its launcher. It imports no PyTorch, which takes seconds: a mistake is reported at once.
+This room reads the launcher's variables, parses the command line, rejects what cannot work, and ties the process to its
+launcher. It does not import PyTorch, which takes seconds, so a mistake is reported immediately.
 
-It knows the settings (``config``), and nothing of the model, the data or the process group.
+It knows the settings (``config``), and nothing about the model, the data or the process group.
 """
 
 from .arguments import Command, parse

@@ -19,7 +19,7 @@ class Command(NamedTuple):
 
     help: str
     paths: tuple[str, ...] = ()  # Which of --checkpoint and --output it needs.
-    trains: bool = False  # It takes optimizer steps or prepares for them, so the global batch has to divide.
+    trains: bool = False  # It takes optimizer steps or prepares for them, so the global batch has to divide evenly.
     has_settings: bool = True
 
 
@@ -31,12 +31,12 @@ class Parser(ArgumentParser):
 
 
 def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """Parse the words after ``python -m <package>``; refuses an unknown key or a wrong type.
+    """Parse the arguments after ``python -m <package>``; rejects an unknown key or a wrong type.
 
     Returns:
         The subcommand, its settings as nested dictionaries (empty if it takes none), and its paths by name.
     """
-    # jsonargparse cannot parse --checkpoint beside the section of that name.
+    # jsonargparse cannot parse --checkpoint, because a section has that name.
     path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     path_parser.add_argument("--checkpoint")
     path_parser.add_argument("--output")
@@ -67,5 +67,5 @@ def build_parser(name: str, command: Command) -> ArgumentParser:
         for section, kind in sections().items():
             parser.add_class_arguments(kind, section)
     if name == "evaluate":
-        parser.set_defaults({"run.dir": ""})  # Only if it is given does the record go into its metrics.jsonl.
+        parser.set_defaults({"run.dir": ""})  # By default, the record is only printed.
     return parser

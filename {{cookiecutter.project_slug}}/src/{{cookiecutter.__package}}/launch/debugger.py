@@ -1,4 +1,4 @@
-"""One rank waits for a debugger, and the other ranks wait for it: ``DEBUG_RANK=1 scripts/launch.sh train``."""
+"""One rank waits for a debugger, and the other ranks wait for that rank: ``DEBUG_RANK=1 scripts/launch.sh train``."""
 
 import os
 import socket
@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from ..config import UserError
 from .environment import ProcessInfo, exit_with_error
 
-HOST = "127.0.0.1"  # Nothing else: whoever reaches the port can run code here as this user.
+HOST = "127.0.0.1"  # No other address: whoever reaches the port can run code here as this user.
 
 
 def find_debug_rank(world_size: int) -> int | None:
-    """Return the rank that ``DEBUG_RANK`` names, None if it is not set; refuses what is not a rank."""
+    """Return the rank that ``DEBUG_RANK`` names, or None if it is not set; rejects a value that is not a rank."""
     value = os.environ.get("DEBUG_RANK", "")
     if not value:
         return None
@@ -25,7 +25,7 @@ def find_debug_rank(world_size: int) -> int | None:
 
 
 def find_debug_port() -> int:
-    """Return ``DEBUG_PORT``, by default the port that editors expect; refuses a port that cannot be used."""
+    """Return ``DEBUG_PORT``, by default the port that editors expect; rejects a port that cannot be used."""
     value = os.environ.get("DEBUG_PORT") or "5678"
     if not value.isdecimal() or not 0 < int(value) < 2**16:
         raise UserError(f"DEBUG_PORT is '{value}'; give a port from 1 to 65535")
@@ -38,7 +38,7 @@ def find_debug_port() -> int:
 
 
 def check_debugger(world_size: int) -> None:
-    """Refuse ``DEBUG_RANK`` if no debugger could attach."""
+    """Reject ``DEBUG_RANK`` if no debugger could attach."""
     if find_debug_rank(world_size) is not None:
         if find_spec("debugpy") is None:
             raise UserError("DEBUG_RANK needs the package debugpy; install it: pip install -e '.[dev]'")
@@ -54,7 +54,7 @@ def wait_for_debugger(info: ProcessInfo) -> None:
     except UserError as error:
         exit_with_error(str(error), on_every_rank=True)
 
-    import_module("torch")  # Before the debugger traces it, which would take several times as long.
+    import_module("torch")  # Imported now, because under the debugger it would take several times as long.
     # Python's own modules are frozen and cannot be stepped through; debugpy would warn about it at length.
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     import debugpy
@@ -66,6 +66,6 @@ def wait_for_debugger(info: ProcessInfo) -> None:
 
 
 def collective_timeout(seconds: float) -> timedelta:
-    """Return how long to wait for other ranks: ``seconds``, but a day if one of them may stand at a breakpoint."""
+    """Return how long to wait for other ranks: ``seconds``, or a day if one of them may be stopped at a breakpoint."""
     debugged = os.environ.get("DEBUG_RANK") or "pydevd" in sys.modules  # The latter: started in an editor's debugger.
     return timedelta(days=1) if debugged else timedelta(seconds=seconds)

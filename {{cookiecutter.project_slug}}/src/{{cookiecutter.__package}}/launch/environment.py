@@ -1,4 +1,4 @@
-"""Which process of a run this is, as its launcher says in the environment.
+"""Which process of a run this is, according to its launcher's environment variables.
 
 started by                   rank, world size, ...                    rendezvous (where rank 0 waits)
 torchrun, or compatible      RANK, WORLD_SIZE, LOCAL_RANK, ...        MASTER_ADDR and MASTER_PORT
@@ -30,14 +30,14 @@ class ProcessInfo:
     world_size: int = 1  # Processes in the run.
     local_world_size: int = 1  # Processes on this machine.
     launcher: str = "none"  # torchrun (or whatever sets its variables), srun, mpirun or none.
-    rendezvous: str | None = None  # host:port of rank 0; None if MASTER_ADDR and MASTER_PORT say it.
+    rendezvous: str | None = None  # host:port of rank 0; None if MASTER_ADDR and MASTER_PORT hold it.
 
 
 def find_process_info(env: Env = os.environ) -> ProcessInfo:
-    """Return which process this is; refuses variables that are incomplete or contradict each other.
+    """Return which process this is; rejects variables that are incomplete or contradict each other.
 
-    With one launcher inside another, the inner one counts: torchrun in a Slurm task, or the processes of ``mpirun``,
-    which may have been started through ``srun``.
+    If one launcher runs inside another, the inner one counts: torchrun in a Slurm task, or ``mpirun``, which may have
+    started its processes through ``srun``.
     """
     for variable, read in LAUNCHERS.items():
         if variable in env:
@@ -54,7 +54,7 @@ def find_process_info(env: Env = os.environ) -> ProcessInfo:
 
 
 def read_torchrun(env: Env) -> ProcessInfo:
-    """Read torchrun's variables, which may also be set by hand: without the local ones, there is one machine."""
+    """Read torchrun's variables, which may also be set by hand; without the local ones, assume one machine."""
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     local_rank, local_world_size = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world_size))
     return ProcessInfo(rank, local_rank, world_size, local_world_size, "torchrun")
@@ -72,12 +72,12 @@ def read_srun(env: Env) -> ProcessInfo:
 
 
 def read_mpi(env: Env, *names: str) -> ProcessInfo:
-    """Read the variables of an ``mpirun``, which does not tell where rank 0 is."""
+    """Read the variables of an ``mpirun``, which do not include the address of rank 0."""
     rank, local_rank, world_size, local_world_size = (int(env[name]) for name in names)
     on_one_machine = local_world_size == world_size
     if not (on_one_machine or "MASTER_ADDR" in env):
         raise UserError("mpirun started ranks on several machines: name that of rank 0, as in -x MASTER_ADDR=HOST")
-    # Ranks of a job without a name have the same parent on one machine; on several, nothing tells two jobs apart.
+    # Ranks of a job without a name have the same parent on one machine; on several, nothing distinguishes two jobs.
     job = env.get("PMIX_NAMESPACE", str(os.getppid()) if on_one_machine else "")
     rendezvous = build_rendezvous(env, "127.0.0.1", port_for(job))
     return ProcessInfo(rank, local_rank, world_size, local_world_size, "mpirun", rendezvous)
@@ -87,7 +87,7 @@ def read_mpi(env: Env, *names: str) -> ProcessInfo:
 OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
 # Hydra, the mpiexec of MPICH and Intel MPI.
 HYDRA = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
-# The variable that reveals each launcher, and how to read the others; the first one that is set counts.
+# The variable that identifies each launcher, and how to read the others; the first one that is set counts.
 # SLURM_STEP_NUM_TASKS is set for what srun starts, but not for a batch script, which is one process.
 LAUNCHERS: dict[str, Callable[[Env], ProcessInfo]] = {
     "RANK": read_torchrun,
@@ -98,12 +98,12 @@ LAUNCHERS: dict[str, Callable[[Env], ProcessInfo]] = {
 
 
 def build_rendezvous(env: Env, host: str, port: int) -> str:
-    """Return ``host:port``, where MASTER_ADDR and MASTER_PORT take precedence."""
+    """Return ``host:port``; MASTER_ADDR and MASTER_PORT take precedence."""
     return f"{env.get('MASTER_ADDR', host)}:{env.get('MASTER_PORT', port)}"
 
 
 def port_for(job: str) -> int:
-    """Return a port that all ranks of ``job`` compute alike, below the range of ephemeral ports."""
+    """Return a port below the ephemeral ports, the same on all ranks of ``job``."""
     return 20000 + zlib.crc32(job.encode()) % 12000
 
 
@@ -132,7 +132,7 @@ class Nodes:
 
 
 def read_nodes(env: Env = os.environ) -> Nodes:
-    """Return the machines of this run; one, unless NODES is set, which then needs NODE_RANK, HEAD and PORT."""
+    """Return the machines of this run: one, unless NODES is set, which requires NODE_RANK, HEAD and PORT."""
     if env.get("NODES", "1") == "1":
         return Nodes()
     try:
@@ -142,7 +142,7 @@ def read_nodes(env: Env = os.environ) -> Nodes:
 
 
 def is_restart(env: Env = os.environ) -> bool:
-    """Return whether this process was started before in this same job; not every rank may know, so ask all of them."""
+    """Return whether this job has started this process before; not every rank may know, so ask all of them."""
     return any(int(env.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
@@ -153,7 +153,7 @@ def is_first_on_machine(env: Env = os.environ) -> bool:
 
 
 def exit_with_error(message: str, *, on_every_rank: bool = False) -> NoReturn:
-    """Exit with code 2 after one line on stderr: once per machine, or ``on_every_rank`` if only this rank has it."""
+    """Print an error on stderr, once per machine (``on_every_rank`` if only this rank has it), and exit with code 2."""
     if on_every_rank or is_first_on_machine():
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

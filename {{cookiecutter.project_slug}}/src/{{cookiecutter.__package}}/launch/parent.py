@@ -1,7 +1,7 @@
 """Processes end with their parent: ranks with their launcher, loader processes with their rank.
 
-A launcher that is killed (SIGKILL) cannot end its ranks. They would keep the devices and the port, and write into the
-run directory that the restarted job uses.
+A launcher that is killed (SIGKILL) cannot end its ranks. They would keep the devices and the port, and write to the run
+directory that the restarted job uses.
 """
 
 import ctypes
@@ -18,28 +18,28 @@ PR_SET_PDEATHSIG = 1  # From <linux/prctl.h>.
 
 
 def end_with_launcher(info: ProcessInfo) -> None:
-    """End this process with the launcher that started it, if one did; Slurm's daemon ends its tasks by itself."""
+    """Make this process end with its launcher, if it has one; Slurm's daemon ends its tasks by itself."""
     is_mpi = info.launcher == "mpirun"
     if is_mpi or "LOCAL_WORLD_SIZE" in os.environ:
-        # The kernel also sends the signal when the thread that started us ends, and MPI's launchers have several.
+        # The kernel also sends the signal when the thread that started us ends; MPI's launchers have several threads.
         end_with(os.getppid(), by_kernel=not is_mpi)
 
 
 def init_loader_worker(_: int) -> None:
-    """Initialize a loader process: it ends with its rank, and leaves stop signals to it."""
+    """Initialize a loader process: make it end with its rank, and leave stop signals to that rank."""
     rank = parent_process()
     assert rank is not None and rank.pid is not None
-    # PyTorch ends it with whoever is its parent by now, which is not the rank if that was killed in the meantime.
+    # PyTorch ties it to its current parent, which is not the rank if the rank was killed in the meantime.
     end_with(rank.pid)
     # Slurm may signal all processes of a job, and the rank still needs this one.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def end_with(parent: int, *, by_kernel: bool = True) -> None:
-    """End this process with ``parent``, the process that started it; at once if that is already gone."""
+    """Make this process end with ``parent``, which started it; immediately if ``parent`` is already gone."""
     if sys.platform == "linux" and by_kernel:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It ended before the kernel was told.
+        if os.getppid() != parent:  # The parent ended before the call.
             os.kill(os.getpid(), signal.SIGKILL)
         return
 

@@ -1,4 +1,4 @@
-"""Refusing what cannot work, in one line, before any process is started."""
+"""Checks before any process starts: what cannot work is rejected in one line."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from .environment import read_nodes
 
 
 def check_batch(global_batch_size: int, shares: int, microbatches: int) -> None:
-    """Refuse a global batch that does not divide into equal shares and micro-batches."""
+    """Reject a global batch that does not divide into equal shares and micro-batches."""
     unit = shares * microbatches
     if global_batch_size % unit:
         below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
@@ -25,7 +25,7 @@ def check_batch(global_batch_size: int, shares: int, microbatches: int) -> None:
 
 
 def check_port(init_method: str) -> None:
-    """Refuse a rendezvous port that another program on this machine listens at."""
+    """Reject a rendezvous port that another program on this machine listens on."""
     nodes = read_nodes()
     if init_method.startswith("tcp://"):
         port, remedy = urlsplit(init_method).port, "give another in --distributed.init_method"
@@ -41,7 +41,7 @@ def check_port(init_method: str) -> None:
 
 
 def count_ranks(parallel: ParallelConfig, device: str) -> int:
-    """Return how many ranks to start on this machine: ``NPROC``, or what suits its accelerators."""
+    """Return how many ranks to start on this machine: ``NPROC``, or a default for its accelerators."""
     value = os.environ.get("NPROC", "")
     if value:
         if not value.isdecimal() or int(value) < 1:

@@ -18,7 +18,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 def find_resume_candidates(run_dir: Path, resume: str, restarted: bool) -> list[Path]:
     """Return the checkpoints that a run may resume from, first choice first; none for a fresh start.
 
-    Refuses a directory whose content ``checkpoint.resume`` forbids. A ``restarted`` job always resumes what it saved.
+    Rejects a directory whose content ``checkpoint.resume`` forbids. A ``restarted`` job always resumes what it saved.
     """
     saved = list_checkpoints(run_dir)
     if resume == "auto" or (saved and restarted):
@@ -39,19 +39,19 @@ def find_resume_candidates(run_dir: Path, resume: str, restarted: bool) -> list[
 def acquire_run_directory(run_dir: Path, resume: str, restarted: bool) -> list[Path]:
     """Create and lock the run directory, which then belongs to this process until it ends.
 
-    Refuses a directory that is in use; otherwise as ``find_resume_candidates``. Raises OSError if it cannot be written.
+    Rejects a directory that is in use, or that ``find_resume_candidates`` rejects. Raises OSError if not writable.
     """
-    find_resume_candidates(run_dir, resume, restarted)  # Refuses before anything is written.
+    find_resume_candidates(run_dir, resume, restarted)  # Rejects before anything is written.
     run_dir.mkdir(parents=True, exist_ok=True)
     lock(run_dir)
     return find_resume_candidates(run_dir, resume, restarted)  # The previous owner of the lock may have saved.
 
 
 def lock(run_dir: Path, patience: float = 10.0) -> None:
-    """Keep other runs out of ``run_dir`` as long as this process lives; refuses it if another run has it.
+    """Keep other runs out of ``run_dir`` as long as this process lives; rejects it if another run holds the lock.
 
-    A POSIX record lock ends with its process, however that ends, and no child inherits it. A killed run needs a moment
-    to end, so it is given ``patience`` seconds.
+    A POSIX record lock is released when its process ends in any way, and no child inherits it. A killed run needs a
+    moment to end, so wait up to ``patience`` seconds for it.
     """
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + patience

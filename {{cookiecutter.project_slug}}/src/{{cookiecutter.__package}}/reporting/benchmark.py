@@ -47,9 +47,9 @@ class Stopwatch:
 
 
 def benchmark(build_trainer: Callable[[], Any], process: Process, global_batch_size: int, steps: int | None) -> None:
-    """Train ``steps`` steps (20 if None) after some to warm up, and print the measurements as one line of JSON.
+    """Train ``steps`` steps (20 if None) after a warm-up, and print the measurements as one line of JSON.
 
-    Throughput is measured first, without timing the parts of a step: to time those, the device has to be waited for.
+    Throughput is measured first, without timing the parts of a step, because that has to wait for the device.
     """
     steps = steps or STEPS
     before = memory_in_use(process.device)
@@ -96,7 +96,7 @@ def endless_batches(trainer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def run(trainer: Any, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
-    """Take some optimizer steps."""
+    """Take ``steps`` optimizer steps."""
     for inputs, targets in itertools.islice(batches, steps):
         trainer.step(inputs, targets)
 
@@ -111,7 +111,7 @@ def memory_in_use(device: torch.device, *, peak: bool = False) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak: what building the model needed does not count."""
+    """Reset the peak, so that the memory that building the model needed does not count."""
     clear = Path("/proc/self/clear_refs")
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()

@@ -21,7 +21,7 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
     """Draw the loss, and the metric that selects the best checkpoint, over steps."""
-    from matplotlib.figure import Figure  # Slow to import, so only here. It needs no screen.
+    from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
 
     records = read_metrics(metrics)
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""Where a run came from: its settings, command, code, template and machine, written into the run directory."""
+"""Where a run came from: its settings, command, code, template and machine, written to the run directory."""
 
 import json
 import shlex
@@ -33,7 +33,7 @@ def write_provenance(run_dir: Path, settings: Mapping[str, Any], process: Proces
 
 
 def describe(process: Process) -> dict[str, Any]:
-    """Return everything needed to repeat a run, besides its settings."""
+    """Return everything needed to repeat a run, except its settings."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, "-m", PACKAGE, *sys.argv[1:]]),
@@ -58,7 +58,7 @@ def git(*arguments: str) -> str | None:
 
 
 def read_template_answers() -> dict[str, Any] | None:
-    """Return the template's version and the answers that made this project, from ``pyproject.toml``."""
+    """Return the template's version and the answers that generated this project, from ``pyproject.toml``."""
     path = PROJECT / "pyproject.toml"
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
 """What a rank needs while it runs: its process group, random state, stop signals, failure reports, safe files.
 
-It knows the settings of the process group and what ``launch`` found out, and nothing of the model, data or loop.
+It knows the process group's settings and what ``launch`` provides, and nothing about the model, the data or the loop.
 """
 
 from .failures import report_failures

@@ -1,9 +1,9 @@
-"""Failure reports: when ranks wait in vain, one of them names the rank that failed.
+"""Failure reports: when ranks wait in vain, one of them names the failed rank.
 
     error: after step 3, no report from rank 1: it died, hangs, is late or is in another collective; rank 0 waited at
     parallel.py:74, forward_backward. See 'Troubleshooting' in README.md
 
-A collective that fails knows that some rank did not answer, but often not which one. So each rank that fails writes a
+A collective that fails shows that some rank did not answer, but often not which one. So each rank that fails writes a
 report to the store of the rendezvous, and reads those of the others; the rank without a report is the missing one.
 """
 
@@ -28,7 +28,7 @@ PATIENCE = 5.0
 
 @dataclass
 class Report:
-    """What a failed rank tells the others: whether it was waiting for them, where, and its error."""
+    """What a failed rank reports to the others: whether it was waiting for them, where, and its error."""
 
     waited: bool
     location: str
@@ -37,7 +37,7 @@ class Report:
 
 @contextmanager
 def report_failures(describe_progress: Callable[[], str]) -> Iterator[None]:
-    """Wrap what ranks do together: if one of them fails, another prints which one, and how far the run had come."""
+    """Wrap what ranks do together: if one of them fails, another reports which one, and the progress of the run."""
     try:
         yield
     except Exception as error:
@@ -47,7 +47,7 @@ def report_failures(describe_progress: Callable[[], str]) -> Iterator[None]:
 
 
 def report(error: Exception, progress: str) -> None:
-    """Write a report; if this rank was waiting, add (and print, once for all ranks) which rank is responsible."""
+    """Write a report; if this rank was waiting, add a note (printed by one rank) on which rank is responsible."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     reports, store_gone = exchange_reports(rank, world_size, Report(is_collective_error(error), locate(error), text))
@@ -57,7 +57,7 @@ def report(error: Exception, progress: str) -> None:
     line = f"{explain(reports, world_size, progress, store_gone)}. See 'Troubleshooting' in README.md"
     error.add_note(line)
     if rank == min(other for other in reports if reports[other].waited):
-        # Now: a launcher that ends this rank may leave no time for a traceback.
+        # Print now: a launcher that ends this rank may leave no time for a traceback.
         tqdm.write(f"error: {line}", file=sys.stderr)
         sys.stderr.flush()
 
@@ -77,7 +77,7 @@ def locate(error: Exception) -> str:
 
 
 def exchange_reports(rank: int, world_size: int, own: Report) -> tuple[dict[int, Report], bool]:
-    """Write this rank's report; if it was waiting, also collect those of the others, for up to ``PATIENCE``.
+    """Write this rank's report; if it was waiting, also gather those of the others, for up to ``PATIENCE``.
 
     Returns the reports by rank, and whether the store is gone, so that some may be missing.
     """
@@ -103,7 +103,7 @@ def exchange_reports(rank: int, world_size: int, own: Report) -> tuple[dict[int,
 
 
 def explain(reports: Mapping[int, Report], world_size: int, progress: str, store_gone: bool) -> str:
-    """Return which rank failed; if none says so, which ranks are silent; otherwise where they waited for each other."""
+    """Return which ranks failed; if none did, which ones sent no report; if all reported, where they waited."""
     by_rank = sorted(reports.items())
     failed = [f"rank {r} failed at {report.location}: {report.error}" for r, report in by_rank if not report.waited]
     waited = [f"rank {r} waited at {report.location}" for r, report in by_rank if report.waited]

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, also if the machine stops in the middle of a write."""
+"""Files that are complete or absent, even if the machine stops in the middle of a write."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file, bring it to the disk, and give it its name ``path``."""
+    """Fill a temporary file with ``write``, flush it to the disk, and rename it to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with disk_errors(temporary), open(temporary, "wb") as file:
@@ -20,9 +20,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a complete file or folder its name."""
+    """Rename a complete file or folder to its final name."""
     os.replace(temporary, path)
-    # The new name is an entry of the parent folder, which has to reach the disk too.
+    # The new name is an entry of the parent folder, which has to reach the disk as well.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -31,12 +31,12 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a small file so that readers see either the old or the new content, never a part."""
+    """Replace a small file so that readers see either the old or the new content, never a part of it."""
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder; a folder first loses its name, so that half of it is never taken for the whole."""
+    """Remove a file or a folder; a folder is first renamed, so that a part of it is never taken for the whole."""
     if path.is_dir():
         nameless = path.with_suffix(".old.tmp")
         shutil.rmtree(nameless, ignore_errors=True)
@@ -47,7 +47,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise the system's error for a full disk, which ``torch.save`` hides behind an error of its own."""
+    """Raise the system's error for a full disk, which ``torch.save`` hides behind its own error."""
     try:
         yield
     except RuntimeError as error:

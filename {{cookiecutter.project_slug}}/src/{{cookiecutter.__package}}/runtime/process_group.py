@@ -3,7 +3,7 @@
 find_process           which rank this is (from the launcher), and its device
 process_group          init_process_group ... destroy_process_group, around everything else
   on_main              rank 0 does something, every rank gets the result
-  all_gather_object    every rank gets what each of them has
+  all_gather_object    every rank gets the objects of all ranks
   set_timeout          short waits, once start-up is over
 """
 
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Process(ProcessInfo):
-    """This process among all of its run, with its device."""
+    """This process of the run, and its device."""
 
     device: torch.device  # Where it computes; the first one if it has several.
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes the files and prints."""
+        """Return whether this is rank 0, which writes the files and prints."""
         return self.rank == 0
 
 
 @contextmanager
 def process_group(config: DistributedConfig, devices_per_rank: int) -> Iterator[Process]:
-    """Join the process group for the length of a ``with`` block, and leave it however the block ends.
+    """Join the process group for the duration of a ``with`` block, and leave it however the block ends.
 
-    Refuses an environment or settings that do not fit this machine, and a rendezvous at which not all ranks arrive.
+    Rejects an environment or settings that do not fit this machine, and a rendezvous at which not all ranks arrive.
     """
     process = find_process(config, devices_per_rank)
     backend = choose_backend(config.backend, process.device)
@@ -72,9 +72,9 @@ def find_process(config: DistributedConfig, devices_per_rank: int) -> Process:
 
 
 def choose_device(config: DistributedConfig, devices_per_rank: int, info: ProcessInfo) -> torch.device:
-    """Return the first accelerator of this process, by local rank; the CPU if there is none or it was asked for.
+    """Return the first accelerator of this process, by local rank; the CPU if there is none or if it was requested.
 
-    Refuses more processes than devices.
+    Rejects more processes than devices.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if config.device == "cpu" or accelerator is None:
@@ -83,7 +83,7 @@ def choose_device(config: DistributedConfig, devices_per_rank: int, info: Proces
         return torch.device("cpu")  # Apple's GPU has no collectives.
     count = torch.accelerator.device_count()
     if info.launcher == "srun" and count == devices_per_rank:
-        return torch.device(accelerator.type, 0)  # Slurm may make only its own devices visible to each task.
+        return torch.device(accelerator.type, 0)  # Slurm may make only a task's own devices visible to it.
     if info.local_world_size * devices_per_rank > count and config.backend != "gloo":
         raise UserError(
             f"{info.local_world_size} process(es) on this machine with {devices_per_rank} device(s) each, but {count} "
@@ -94,9 +94,9 @@ def choose_device(config: DistributedConfig, devices_per_rank: int, info: Proces
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Return the communication backend for ``device``; refuses one that this machine or this build of PyTorch lacks.
+    """Return the communication backend for ``device``; rejects one that this machine or this build of PyTorch lacks.
 
-    ``auto`` is PyTorch's default. On an accelerator, gloo carries what is on the CPU: Python objects, offloaded shards.
+    ``auto`` is PyTorch's default. On an accelerator, gloo sends what is on the CPU: Python objects, offloaded shards.
     """
     if backend == "auto":
         default = dist.get_default_backend_for_device(device)
@@ -115,7 +115,7 @@ def rendezvous_arguments(init_method: str, process: Process) -> dict[str, Any]:
     if init_method == "env://" and process.rendezvous:
         init_method = f"tcp://{process.rendezvous}"
     if init_method.startswith("tcp://"):
-        # The launcher's own store has another address; without this, all ranks would wait for one to be opened here.
+        # The launcher's own store has another address; with this variable, no rank would open one here.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return {"init_method": init_method, "rank": process.rank, "world_size": process.world_size}
 
@@ -138,13 +138,13 @@ def rendezvous_errors(process: Process, init_method: str) -> Iterator[None]:
 
 
 def set_timeout(seconds: float) -> None:
-    """From now on, wait this long for other ranks, in all existing groups: new ones start with PyTorch's default."""
+    """Set how long to wait for other ranks from now on, in all existing groups; new ones have PyTorch's default."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(collective_timeout(seconds), group)
 
 
 def all_gather_object(own: T) -> list[T]:
-    """Return what each rank has, in the order of ranks; a collective. It travels as a pickle, so it should be small."""
+    """Return the objects of all ranks, in the order of ranks; a collective. They are pickled, so keep them small."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
@@ -153,7 +153,7 @@ def all_gather_object(own: T) -> list[T]:
 def on_main(action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0 and return its result on every rank; a collective, so all ranks have to call it.
 
-    The result travels as a pickle, so it should be small. If ``action`` raises a UserError or an OSError, every rank
+    The result is pickled, so keep it small. If ``action`` raises a UserError or an OSError, every rank
     raises it as a UserError: no rank waits for one that has given up.
     """
     outcome: list[Any] = [None, None]

@@ -14,7 +14,7 @@ def set_exact_arithmetic(exact: bool) -> None:
 
 
 def seed_rank(seed: int, rank: int) -> None:
-    """Give each rank its own random numbers, for what may differ between ranks, such as dropout.
+    """Seed each rank differently, for what may differ between ranks, such as dropout.
 
     Initial weights are drawn before this call, from the same seed on every rank; augmentation is seeded per sample.
     """
@@ -24,7 +24,7 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def get_rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of this rank's random number generators, as types that a checkpoint may hold."""
+    """Return the state of this rank's random number generators, in types that a checkpoint may hold."""
     numpy_state: Any = np.random.get_state()
     name, keys, *rest = numpy_state
     state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}

@@ -4,7 +4,7 @@
     rank 1   step 7 ─ signal ─ step 8 ────────── step 9    the all-reduce that starts with step 8; every rank reads that
                                └─ all-reduce ────┘ stop    message after step 9, and stops.
 
-A signal may reach one rank, or all in different steps. A handler must not call a collective, so it only takes note.
+A signal may reach one rank, or all in different steps. Its handler must not call a collective, and only records it.
 """
 
 import os
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# Repeated signals count as one for this long: Slurm signals all processes of a job, a shell a whole process group, and
+# Signals that repeat within this time count as one: Slurm signals all processes of a job, a shell a process group, and
 # a launcher among them forwards the signal.
 SECONDS_OF_ONE_SIGNAL = 5.0
 
@@ -31,10 +31,10 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Listens for stop signals in a ``with`` block; a second, later signal ends the process at once."""
+    """Listens for stop signals in a ``with`` block; a second, later signal ends the process immediately."""
 
     def __init__(self) -> None:
-        # A group of its own on the CPU: its messages never mix with others, and wait for no device.
+        # A separate group on the CPU: its messages never mix with others, and wait for no device.
         self.group: Any = dist.new_group(backend="gloo")
         self.received, self.received_at = 0, 0.0
         self.previous: dict[int, Any] = {}
@@ -46,13 +46,13 @@ class StopSignal:
 
     def __exit__(self, failed: object, *_: object) -> None:
         if not failed:
-            self.pending[1].wait()  # Nobody reads the last message.
+            self.pending[1].wait()  # No step reads the last message.
         if not self.received:  # Otherwise the process is about to end, and the same signal may arrive again.
             for number, handler in self.previous.items():
                 signal.signal(number, handler)
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
-        """Take note of a signal."""
+        """Record a signal."""
         now = time.monotonic()
         if not self.received:
             self.received, self.received_at = number, now
@@ -61,7 +61,7 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
     def start_all_reduce(self) -> tuple[Tensor, Any]:
-        """Start to agree on the highest signal that any rank received (0: none); it is valid after the work's wait."""
+        """Start the all-reduce of the highest signal that any rank received (0: none); valid after the work's wait."""
         highest = torch.tensor(self.received)
         return highest, dist.all_reduce(highest, dist.ReduceOp.MAX, self.group, async_op=True)
 
@@ -69,7 +69,7 @@ class StopSignal:
     def agree(self) -> Iterator[None]:
         """Wrap a step: the ranks exchange their signals while it computes; a collective.
 
-        A message is read one step after it was sent, when it has long arrived. Waiting for it in the same step took 7
+        A message is read one step after it was sent, long after it has arrived. Waiting for it in the same step took 7
         to 18 % of a step of 18 ms on busy processors.
 
         Raises:
