@@ -1,4 +1,4 @@
-"""Unusual answers: refused with a reason and a command that works, or rendered correctly."""
+"""Unusual answers: rejected with a reason and a command that works, or rendered correctly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conftest import TEMPLATE, Bake, run
 
 BIN = Path(sys.executable).parent
 
-REFUSED = [
+REJECTED = [
     ("project_slug", "torch", "existing module"),
     ("project_slug", "test", "existing module"),
     ("project_slug", "json", "existing module"),
@@ -37,13 +37,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("answers", [{"paralelism": "ddp"}, {"tracker": "tensorbored"}, {"docker": "false"}])
-def test_the_fixture_refuses_unknown_questions_and_choices(bake: Bake, answers: dict[str, str]) -> None:
+def test_the_fixture_rejects_unknown_questions_and_choices(bake: Bake, answers: dict[str, str]) -> None:
     with pytest.raises(AssertionError):
         bake(**answers)
 
 
-@pytest.mark.parametrize(("question", "answer", "reason"), REFUSED)
-def test_an_answer_that_cannot_work_is_refused_with_a_command_that_works(
+@pytest.mark.parametrize(("question", "answer", "reason"), REJECTED)
+def test_an_answer_that_cannot_work_is_rejected_with_a_command_that_works(
     question: str, answer: str, reason: str, tmp_path: Path
 ) -> None:
     words = [BIN / "cookiecutter", TEMPLATE, "--no-input", "--output-dir", "out", "launcher=spawn"]
@@ -62,7 +62,7 @@ def test_an_answer_that_cannot_work_is_refused_with_a_command_that_works(
 
 
 @pytest.mark.parametrize("question", ["parallelism", "launcher", "docker"])
-def test_an_unknown_choice_is_refused(question: str, tmp_path: Path) -> None:
+def test_an_unknown_choice_is_rejected(question: str, tmp_path: Path) -> None:
     result = run(BIN / "cookiecutter", TEMPLATE, "--no-input", f"{question}=nothing", cwd=tmp_path, expect=1)
     assert "nothing provided for" in result.stderr and question in result.stderr
     assert not list(tmp_path.iterdir())

@@ -78,6 +78,18 @@ def test_no_room_is_handed_all_settings(baked: Bake, parallelism: str, task: str
             assert not re.search(r"\bConfig\b", (package.root / f"{name}.py").read_text()), name
 
 
+@every_package
+def test_no_import_is_hidden(baked: Bake, parallelism: str, task: str) -> None:
+    """A module of the package is imported by a statement; only the launcher starts the program by its name."""
+    package = package_of(baked, parallelism, task)
+    by_name = {
+        name
+        for name in package.trees
+        if re.search(r'import_module\(f?"my_exp', (package.root / f"{name}.py").read_text())
+    }
+    assert by_name == {"launch/spawn"}
+
+
 def test_a_wrong_setting_is_found_without_pytorch(baked: Bake) -> None:
     code = "import sys; import my_experiment.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=baked() / "src").returncode == 0

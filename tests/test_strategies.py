@@ -1,4 +1,4 @@
-"""Every strategy matches one process, resumes the checkpoints of every other strategy, and refuses invalid layouts."""
+"""Every strategy matches one process, resumes the checkpoints of every other strategy, and rejects invalid layouts."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_a_run_resumes_from_a_converted_checkpoint(
     saved, converted = tmp_path / "a" / "checkpoints" / f"step-00000003{suffix}", tmp_path / f"converted{other}"
     launch(plain, "convert", "--checkpoint", saved, "--output", converted)
     for output, message in [(converted, "exists already"), (tmp_path / f"again{suffix}", f"ends in {other}")]:
-        refused = alone(plain, "convert", "--checkpoint", saved, "--output", output, expect=2)
-        assert message in refused.stderr and refused.stderr.count("\n") == 1
+        rejected = alone(plain, "convert", "--checkpoint", saved, "--output", output, expect=2)
+        assert message in rejected.stderr and rejected.stderr.count("\n") == 1
     arguments = ("--run.dir", tmp_path / "b", "--checkpoint.resume", converted)
     launch(baked(parallelism="fsdp"), "train", *SHORT, *arguments)
     assert losses(tmp_path / "b") == pytest.approx(reference_losses[3:], rel=1e-5)
@@ -143,6 +143,54 @@ def test_a_full_disk_is_reported_in_one_line(plain: Path, tmp_path: Path, kind: 
     assert not [name for name in checkpoints(tmp_path) if not name.endswith(".tmp")]
 
 
+# Counts the graphs that are compiled; the eager backend makes that quick.
+COMPILE = """
+import sys, torch
+from functools import partial
+from torch._dynamo.utils import counters
+torch.compile = partial(torch.compile, backend="eager")
+from my_experiment.config import Config
+from my_experiment.model import build_model
+from my_experiment.strategy import prepare_blocks
+config = Config()
+config.train.compile, config.train.activation_checkpointing = (word in sys.argv for word in ("compile", "checkpoint"))
+model = build_model(config.model)
+prepare_blocks(model, config.train)
+model(torch.randn(2, 1, 8, 8)).sum().backward()
+print(counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.parametrize("words", [["compile"], ["compile", "checkpoint"], ["checkpoint"]], ids=" ".join)
+def test_blocks_are_compiled_with_and_without_checkpointing(plain: Path, words: list[str]) -> None:
+    graphs = int(run(sys.executable, "-c", COMPILE, *words, cwd=plain, PYTHONPATH="src").stdout)
+    assert graphs >= 4 if "compile" in words else graphs == 0
+
+
+FREEZE = """
+from my_experiment.config import Config
+from my_experiment.dataset import loss_fn
+from my_experiment.model import build_model
+from my_experiment.parallel import Parallel
+from my_experiment.runtime import process_group
+config = Config()
+with process_group(config.distributed, devices_per_rank=1) as process:
+    model = build_model(config.model)
+    for parameter in model.stem.parameters():
+        parameter.requires_grad_(False)
+    module = Parallel(model, loss_fn, config, process).module
+    print(*(name for name, parameter in module.named_parameters() if not parameter.requires_grad))
+    del module
+"""
+
+
+@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+def test_frozen_parameters_stay_frozen(baked: Bake, parallelism: str) -> None:
+    project = baked(parallelism=parallelism)
+    frozen = run(sys.executable, "-c", FREEZE, cwd=project, PYTHONPATH="src").stdout.split()
+    assert frozen == ["stem.conv.weight", "stem.norm.weight", "stem.norm.bias"]
+
+
 @pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
 @pytest.mark.parametrize(
     "settings",
@@ -153,7 +201,7 @@ def test_a_full_disk_is_reported_in_one_line(plain: Path, tmp_path: Path, kind: 
 )
 def test_a_strategy_trains_with_these_settings(baked: Bake, tmp_path: Path, parallelism: str, settings: str) -> None:
     if parallelism == "data_parallel":
-        settings = settings.replace("--train.compile true", "")  # data_parallel refuses it.
+        settings = settings.replace("--train.compile true", "")  # data_parallel rejects it.
     arguments = (*SHORT, *settings.split(), "--run.dir", tmp_path)
     launch(baked(parallelism=parallelism), "train", *arguments, nproc=world_size(parallelism, 2))
     logged = losses(tmp_path)
@@ -214,13 +262,15 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(bake: Bake, tmp_pat
         ({"parallelism": "data_parallel"}, 1, "--train.compile true", "train.compile", "leave it off"),
     ],
 )
-def test_an_invalid_layout_is_refused_in_one_line_with_a_suggestion(
+def test_an_invalid_layout_is_rejected_in_one_line_with_a_suggestion(
     baked: Bake, tmp_path: Path, answers: dict[str, Any], nproc: int, settings: str, problem: str, suggestion: str
 ) -> None:
     arguments = (*SHORT, *settings.split(), "--run.dir", tmp_path / "run")
-    refused = run(baked(**answers) / "scripts/launch.sh", "train", *arguments, cwd=tmp_path, NPROC=str(nproc), expect=2)
-    assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1, refused.stderr
-    assert problem in refused.stderr and suggestion in refused.stderr, refused.stderr
+    rejected = run(
+        baked(**answers) / "scripts/launch.sh", "train", *arguments, cwd=tmp_path, NPROC=str(nproc), expect=2
+    )
+    assert rejected.stderr.startswith("error: ") and rejected.stderr.count("\n") == 1, rejected.stderr
+    assert problem in rejected.stderr and suggestion in rejected.stderr, rejected.stderr
     assert not (tmp_path / "run").exists()
 
 

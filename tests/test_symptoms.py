@@ -101,6 +101,29 @@ def test_the_error_names_a_rank_that_hangs_or_is_killed(
     assert launcher_output[launcher] in output
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "function"),
+    [
+        ("evaluate.py", "        metrics = merge(", "__call__"),
+        ("checkpoint/checkpointer.py", "        full = gather_full_tensors(", "gather_full_tensors"),
+    ],
+)
+def test_the_error_names_the_line_where_a_rank_waited(bake: Bake, file: str, line: str, function: str) -> None:
+    """The line that called a collective, not the shared helper that issues it."""
+    project = bake(launcher="spawn")
+    source = next((project / "src").iterdir()) / file
+    (found,) = [each + "\n" for each in source.read_text().splitlines() if each.startswith(line)]
+    fault = (
+        "if __import__('torch').distributed.get_rank() == 1:\n    __import__('os').kill(__import__('os').getpid(), 9)"
+    )
+    plant(project, file, found, fault)
+    output = launch_failing_run(
+        project, "train", *SHORT, *SHORT_TIMEOUT, "--run.dir", project / "run", STOP_SECONDS="8"
+    )
+    expected = file if function == "__call__" else "checkpoint/state_dict.py"
+    assert re.search(rf"no report from rank 1: .*; rank 0 waited at {expected}:\d+, {function}\.", output), output
+
+
 @reproduces("failed at")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
 def test_the_error_of_a_waiting_rank_names_the_failed_rank(bake: Bake, symptom: str, launcher: str) -> None:

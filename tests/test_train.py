@@ -125,7 +125,7 @@ def test_evaluate_reports_the_same_metrics_as_the_run(project: Path, finished_ru
     assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_a_run_directory_refuses_a_different_run(plain: Path, saved_run: Path, tmp_path: Path) -> None:
+def test_a_run_directory_rejects_a_different_run(plain: Path, saved_run: Path, tmp_path: Path) -> None:
     shutil.copytree(saved_run, tmp_path / "a")
     never = launch(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--checkpoint.resume", "never", expect=2)
     assert "checkpoint.resume is never" in never.stderr and never.stderr.count("\n") == 1
@@ -179,14 +179,14 @@ def saved_run(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_bit, insert_code, write_plain_pickle])
-def test_a_damaged_checkpoint_is_refused_and_the_previous_one_is_resumed(
+def test_a_damaged_checkpoint_is_rejected_and_the_previous_one_is_resumed(
     plain: Path, saved_run: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     shutil.copytree(saved_run, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "checkpoints" / "step-00000006.pt"
     damage(newest)
-    refused = alone(plain, "evaluate", "--checkpoint", newest, expect=2)
-    assert str(newest) in refused.stderr and refused.stderr.count("\n") == 1
+    rejected = alone(plain, "evaluate", "--checkpoint", newest, expect=2)
+    assert str(newest) in rejected.stderr and rejected.stderr.count("\n") == 1
     resumed = alone(plain, "train", *SHORT, "--run.dir", tmp_path)
     assert "resuming from the one before" in resumed.stderr and "step 3 of 6" in resumed.stdout
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
@@ -216,9 +216,9 @@ def test_init_method_sets_the_rendezvous(plain: Path, tmp_path: Path, method: st
         ("--run.dir /proc/nowhere", "/proc/nowhere"),
     ],
 )
-def test_an_invalid_setting_is_refused_in_one_line(plain: Path, tmp_path: Path, settings: str, problem: str) -> None:
-    refused = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", *settings.split(), expect=2)
-    assert problem in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
+def test_an_invalid_setting_is_rejected_in_one_line(plain: Path, tmp_path: Path, settings: str, problem: str) -> None:
+    rejected = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", *settings.split(), expect=2)
+    assert problem in rejected.stderr and rejected.stderr.count("\n") == 1, rejected.stderr
 
 
 def start_training(project: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -255,7 +255,7 @@ def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
-def test_a_run_directory_in_use_is_refused(plain: Path, tmp_path: Path) -> None:
+def test_a_run_directory_in_use_is_rejected(plain: Path, tmp_path: Path) -> None:
     launcher = start_training(plain, tmp_path / "run", "--train.epochs", "1000", "--distributed.device", "cpu")
     second = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", expect=2)
     assert "in use by another run" in second.stderr and second.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Guarantees 3 and 8 for sharded checkpoints: they hold what full ones hold, and damaged ones are refused."""
+"""Sharded checkpoints hold what full ones hold, and damaged ones are rejected."""
 
 import os
 import pickle
@@ -52,7 +52,7 @@ def test_a_sharded_checkpoint_holds_the_same_as_a_full_one(trained: Callable[...
 
 
 @pytest.mark.parametrize("name", [f"__{NPROC - 1}_0.distcp", ".metadata", "header.pt"])
-def test_an_altered_folder_is_refused(run: Path, name: str) -> None:
+def test_an_altered_folder_is_rejected(run: Path, name: str) -> None:
     folder = newest_checkpoint(run)
     flip_bit(folder / name)
     with pytest.raises(UserError, match=folder.name):
@@ -60,7 +60,7 @@ def test_an_altered_folder_is_refused(run: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["header.pt", ".metadata"])
-def test_a_crafted_folder_is_refused_and_runs_nothing(run: Path, name: str) -> None:
+def test_a_crafted_folder_is_rejected_and_runs_nothing(run: Path, name: str) -> None:
     folder = newest_checkpoint(run)
     attack = Attack(run / "hacked")
     if name == "header.pt":

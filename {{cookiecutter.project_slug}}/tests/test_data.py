@@ -41,7 +41,7 @@ def test_an_epoch_resumes_in_the_middle() -> None:
     assert global_batches(4, epoch=1, start=5 * BATCH) == global_batches(2, epoch=1)[5:]
 
 
-def test_a_batch_larger_than_the_dataset_is_refused() -> None:
+def test_a_batch_larger_than_the_dataset_is_rejected() -> None:
     with pytest.raises(config.UserError, match="global_batch_size is 101"):
         data.TrainSampler(range(LENGTH), 0, 1, 101, seed=0)
 

@@ -1,4 +1,4 @@
-"""What each launcher says about a process is understood, and contradictions are refused."""
+"""What each launcher says about a process is understood, and contradictions are rejected."""
 
 import pytest
 
@@ -51,6 +51,12 @@ def test_a_process_finds_its_rank(variables: dict[str, str], launcher: str) -> N
         assert 1024 < int(port) < 32768
 
 
+def test_the_default_port_of_an_mpi_job() -> None:
+    unnamed = {key: value for key, value in OPEN_MPI.items() if key != "PMIX_NAMESPACE"}
+    for variables in (unnamed, HYDRA | {"PMIX_NAMESPACE": "that of an outer launcher"}):
+        assert environment.find_process_info(variables).rendezvous == "n07:29500"
+
+
 def test_a_process_without_a_launcher_is_alone() -> None:
     in_a_batch_script = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     alone = environment.ProcessInfo()
@@ -74,7 +80,7 @@ def test_jobs_have_ports_of_their_own() -> None:
         ({key: value for key, value in SRUN.items() if key != "SLURM_NODEID"}, "SLURM_NODEID"),
     ],
 )
-def test_contradictions_are_refused(variables: dict[str, str], named: str) -> None:
+def test_contradictions_are_rejected(variables: dict[str, str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         environment.find_process_info(variables)
 

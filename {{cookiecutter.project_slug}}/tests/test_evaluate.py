@@ -1,4 +1,4 @@
-"""Guarantee 2: evaluation counts every sample once, and gives the same metrics on any number of ranks."""
+"""Evaluation counts every sample once, and gives the same metrics on any number of ranks."""
 
 import json
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Guarantee 6: a job one of whose ranks dies ends, names the rank, and leaves no process behind.
+"""A job one of whose ranks dies ends, names the rank, and leaves no process behind.
 
-Guarantee 7, that a clean run exits with 0, is what every other test that launches one expects.
+That a clean run exits with 0 is what every other test that launches one expects.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Guarantees 3, 5 and 8: a run that was killed, stopped, or lost a checkpoint ends as if nothing had happened."""
+"""A run that was killed, stopped, or lost a checkpoint ends as if nothing had happened."""
 
 import re
 import shutil

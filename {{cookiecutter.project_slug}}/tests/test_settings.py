@@ -1,4 +1,4 @@
-"""A mistake in the settings is refused in one line that names it, before anything is started or written."""
+"""A mistake in the settings is rejected in one line that names it, before anything is started or written."""
 
 from pathlib import Path
 

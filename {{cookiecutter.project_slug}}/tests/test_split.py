@@ -1,4 +1,4 @@
-"""Guarantee 1: losses and weights do not depend on how the work is split."""
+"""Losses and weights do not depend on how the work is split."""
 
 from collections.abc import Callable
 from itertools import islice

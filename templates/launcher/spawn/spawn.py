@@ -23,7 +23,8 @@ from .environment import exit_with_error, read_nodes
 def launch(nproc: int, argv: Sequence[str]) -> None:
     """Run the command line ``argv`` in ``nproc`` processes and wait for them; when one fails, terminate the others.
 
-    For a run on several machines, the environment specifies which one this is, and the address of the first one.
+    For a run on several machines, the environment specifies which one this is, and where the first one is: NODES,
+    NODE_RANK, HEAD and PORT, without which it is rejected.
 
     Raises:
         SystemExit: with the exit code of the rank that failed first, or 128 plus the number of a signal.

@@ -16,16 +16,17 @@ class Parallel(Strategy):
     """The model under nn.DataParallel."""
 
     def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
-        super().__init__(loss_fn, config.train, process.device, dp_rank=0, dp_size=1)
+        super().__init__(loss_fn, config, process, dp_rank=0)
         devices = None if config.parallel.devices is None else list(range(config.parallel.devices))
         self.module = model.to(self.device)
         self.copies = nn.DataParallel(self.module, devices if self.device.type != "cpu" else None)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         total = torch.zeros((), device=self.device)
-        for some_inputs, some_targets in self.split(inputs, targets):
+        pieces = self.split_batch(inputs, targets)
+        for some_inputs, some_targets in pieces:
             with self.autocast():
-                loss = self.loss_fn(self.copies(some_inputs), some_targets) / self.microbatches
+                loss = self.loss_fn(self.copies(some_inputs), some_targets) / len(pieces)
             scaler.scale(loss).backward()
             total += loss.detach()
         return total

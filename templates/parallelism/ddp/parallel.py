@@ -19,11 +19,11 @@ class Parallel(Strategy):
     """The model under DDP."""
 
     def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
-        super().__init__(loss_fn, config.train, process.device, process.rank, process.world_size)
+        super().__init__(loss_fn, config, process, dp_rank=process.rank)
         layout, on_cpu = config.parallel, self.device.type == "cpu"
         if layout.sync_batch_norm:
             if on_cpu and process.world_size > 1:
-                raise UserError("parallel.sync_batch_norm needs accelerators: PyTorch's SyncBatchNorm refuses the CPU")
+                raise UserError("parallel.sync_batch_norm needs accelerators: SyncBatchNorm does not support the CPU")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         prepare_blocks(model.to(self.device), config.train)
         self.module = model
@@ -42,11 +42,12 @@ class Parallel(Strategy):
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         total = torch.zeros((), device=self.device)
-        for number, (some_inputs, some_targets) in enumerate(self.split(inputs, targets), start=1):
+        pieces = self.split_batch(inputs, targets)
+        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
-            with self.ddp.no_sync() if number < self.microbatches else nullcontext():
+            with self.ddp.no_sync() if number < len(pieces) else nullcontext():
                 with self.autocast():
-                    loss = self.loss_fn(self.ddp(some_inputs), some_targets) / self.microbatches
+                    loss = self.loss_fn(self.ddp(some_inputs), some_targets) / len(pieces)
                 scaler.scale(loss).backward()
             total += loss.detach()
         if not self.gradients_checked:

@@ -25,18 +25,19 @@ class Parallel(Strategy):
     """The model under FSDP2."""
 
     def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
-        super().__init__(loss_fn, config.train, process.device, process.rank, process.world_size)
+        super().__init__(loss_fn, config, process, dp_rank=process.rank)
         prepare_blocks(model, config.train)
-        dtype = COMPUTE_DTYPE[config.train.precision]
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         self.module = model
         shard(model, build_mesh(config.parallel, process), policy, config.parallel)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         total = torch.zeros((), device=self.device)
-        for some_inputs, some_targets in self.split(inputs, targets):
+        pieces = self.split_batch(inputs, targets)
+        for some_inputs, some_targets in pieces:
             # Gradients are scattered after each micro-batch: waiting for the last would keep full ones on each rank.
-            loss = self.loss_fn(self.module(some_inputs), some_targets) / self.microbatches
+            loss = self.loss_fn(self.module(some_inputs), some_targets) / len(pieces)
             scaler.scale(loss).backward()
             total += loss.detach()
         return total / self.dp_size

@@ -21,7 +21,7 @@ class Parallel(Strategy):
     """The model on this rank's devices, the first of which takes the inputs."""
 
     def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
-        super().__init__(loss_fn, config.train, process.device, process.rank, process.world_size)
+        super().__init__(loss_fn, config, process, dp_rank=process.rank)
         layout = config.parallel
         prepare_blocks(model, config.train)
         place_blocks(model, list_devices(self.device, layout.devices), layout.split)
@@ -40,12 +40,13 @@ class Parallel(Strategy):
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         total = torch.zeros((), device=self.device)
-        for number, (some_inputs, some_targets) in enumerate(self.split(inputs, targets), start=1):
+        pieces = self.split_batch(inputs, targets)
+        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
-            with self.ddp.no_sync() if number < self.microbatches else nullcontext():
+            with self.ddp.no_sync() if number < len(pieces) else nullcontext():
                 with self.autocast():
                     outputs = self.ddp(some_inputs)
-                    loss = self.loss_fn(outputs, some_targets.to(outputs.device)) / self.microbatches
+                    loss = self.loss_fn(outputs, some_targets.to(outputs.device)) / len(pieces)
                 scaler.scale(loss).backward()
             total += loss.detach().to(self.device)
         if not self.gradients_checked:

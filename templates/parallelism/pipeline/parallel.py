@@ -33,7 +33,7 @@ class Parallel(Strategy):
         shape = (process.world_size // self.config.replicas, self.config.replicas)
         mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pipeline", "data"))
         dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
-        super().__init__(loss_fn, config.train, process.device, dp_rank, self.config.replicas, dp_group)
+        super().__init__(loss_fn, config, process, dp_rank, dp_group)
         self.pipeline, self.pipeline_rank = mesh["pipeline"].get_group(), mesh.get_local_rank("pipeline")
 
         # All stages, without their weights: they give the shapes of the stages' outputs.

@@ -31,7 +31,7 @@ class Parallel(Strategy):
         shape = (layout.replicas, process.world_size // layout.replicas)
         mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("data", "tensor"))
         dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
-        super().__init__(loss_fn, config.train, process.device, dp_rank, layout.replicas, dp_group)
+        super().__init__(loss_fn, config, process, dp_rank, dp_group)
         self.is_first = mesh.get_local_rank("tensor") == 0
         prepare_blocks(model, config.train)
         self.module = model
@@ -41,10 +41,11 @@ class Parallel(Strategy):
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
         total = torch.zeros((), device=self.device)
-        for some_inputs, some_targets in self.split(inputs, targets):
+        pieces = self.split_batch(inputs, targets)
+        for some_inputs, some_targets in pieces:
             with self.local_parameters():
                 with self.autocast():
-                    loss = self.loss_fn(self.module(some_inputs), some_targets) / (self.microbatches * self.dp_size)
+                    loss = self.loss_fn(self.module(some_inputs), some_targets) / (len(pieces) * self.dp_size)
                 scaler.scale(loss).backward()
             total += loss.detach()
         if self.dp_size > 1:  # Each group has its part of the mean.
@@ -102,7 +103,7 @@ def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: boo
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
                 whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
-                module.register_parameter(name, nn.Parameter(whole))
+                module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
                 replicated.append((module, name, module.get_parameter(name)))
     return replicated
 

@@ -59,12 +59,12 @@ def test_the_text_files_of_a_folder_are_concatenated_once(tmp_path: Path) -> Non
         ("--model.width 30 --model.heads 4", "model.width is 30, .* 32 would"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(words: str, named: str) -> None:
+def test_settings_that_cannot_work_are_rejected(words: str, named: str) -> None:
     with pytest.raises(UserError, match=named):
         settings(*words.split()).check()
 
 
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
+def test_too_little_text_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"dataset.path is {tmp_path}, of which 0 bytes are used"):
         windows_of(tmp_path, tmp_path / "cache")
     with pytest.raises(UserError, match="20000 bytes are used"):

@@ -26,7 +26,7 @@ class Tracker:
     def __init__(self, run_dir: Path, is_main: bool, best_metric: str) -> None:
         self.run_dir, self.is_main, self.best_metric = run_dir, is_main, best_metric
         self.metrics: TextIO | None = None
-        self.bar = tqdm(disable=True)
+        self.bar: tqdm[Any] | None = None
         #:: block attributes ::#
         #:: endblock ::#
 
@@ -52,11 +52,12 @@ class Tracker:
 
     def advance(self) -> None:
         """Count one step."""
-        self.bar.update()
+        if self.bar is not None:
+            self.bar.update()
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a record (``event``, ``step`` and metrics) to all outputs."""
-        if self.metrics is None:
+        if self.metrics is None or self.bar is None:
             return
         self.metrics.write(json.dumps(record) + "\n")
         #:: block log ::#

@@ -117,13 +117,16 @@ def preflight(argv: Sequence[str]) -> None:
     try:
         if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
             raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
-        config = from_dict(settings) if settings else Config()
-        nproc = 1 if command == "convert" else launch.count_ranks(config.parallel, config.distributed.device)
+        if command == "convert":
+            launch.check_debugger(world_size=1)
+            print(1, 60)
+            return
+        config = from_dict(settings)
+        nproc = launch.count_ranks(config.parallel, config.distributed.device)
         world_size = nproc * launch.read_nodes().count
         launch.check_debugger(world_size)
-        if command != "convert":
-            check(config, world_size, COMMANDS[command].trains)
-        if command not in ("convert", "doctor"):  # doctor reports these itself, with everything else.
+        check(config, world_size, COMMANDS[command].trains)
+        if command != "doctor":  # It reports these itself, with everything else.
             if config.distributed.backend in ("nccl", "mpi"):
                 from .runtime import choose_backend, choose_device
 

@@ -28,11 +28,11 @@ Context = Callable[[], AbstractContextManager[None]]
 class Evaluator:
     """Evaluates a model on a dataset of ``(input, target)`` each time it is called.
 
-    ``around`` is a context manager for each batch, entered equally often on every rank; it may raise to stop.
+    ``guard`` returns a context manager for each batch, entered equally often on every rank; it may raise to stop.
     """
 
-    def __init__(self, samples: Any, parallel: Strategy, config: DataConfig, around: Context = nullcontext) -> None:
-        self.samples, self.parallel, self.around = samples, parallel, around
+    def __init__(self, samples: Any, parallel: Strategy, config: DataConfig, guard: Context = nullcontext) -> None:
+        self.samples, self.parallel, self.guard = samples, parallel, guard
         self.sampler = EvalSampler(len(samples), parallel.dp_rank, parallel.dp_size)
         self.loader = build_loader(samples, self.sampler, config.eval_batch_size, config, parallel.device)
         # Rank 0 has at least as many samples as any other rank.
@@ -51,17 +51,17 @@ class Evaluator:
     @torch.no_grad()
     def evaluate_share(self) -> Metrics:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
-        batches: dict[str, list[Tensor]] = {}
+        collected: dict[str, list[Tensor]] = {}
         device = self.parallel.device
         for inputs, targets in self.batches():
-            with self.around():
+            with self.guard():
                 outputs = self.parallel.predict(inputs.to(device, non_blocking=True))
                 if outputs is None or targets is None:
                     continue
                 targets = targets.to(device, non_blocking=True)
                 for name, values in dataset.per_sample_metrics(outputs, targets).items():
-                    batches.setdefault(name, []).append(values)
-        arrays = {name: torch.cat(values).cpu().numpy() for name, values in batches.items()}
+                    collected.setdefault(name, []).append(values)
+        arrays = {name: torch.cat(values).cpu().numpy() for name, values in collected.items()}
         return {**arrays, "index": np.array(self.sampler.indices if arrays else [], dtype=np.int64)}
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:

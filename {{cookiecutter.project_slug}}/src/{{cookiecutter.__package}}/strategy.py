@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .config import TrainConfig
+from .config import Config, TrainConfig
+from .runtime import Process
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -24,28 +25,26 @@ class Strategy(ABC):
     Attributes:
         module: This rank's part of the model; its parameters have the same names as in the whole model.
         device: The device that inputs and targets have to be on.
-        dp_rank: The share of each batch that this rank reads; ranks that hold parts of one model read the same share.
+        dp_rank: This rank in the data-parallel (dp) dimension: the share of each batch that it reads.
         dp_size: Number of shares.
-        dp_group: The ranks that hold the same part of the model and read the other shares; None means all ranks.
+        dp_group: The ranks that read the different shares, over which buffers are averaged; None means all ranks.
         microbatches: Number of micro-batches that a share is split into.
-        autocast: Returns the context manager for ``train.precision``.
+        dtype: What forward and backward compute in (``train.precision``).
+        autocast: Returns a context manager that computes in ``dtype``.
     """
 
     module: nn.Module
 
     def __init__(
-        self,
-        loss_fn: LossFn,
-        config: TrainConfig,
-        device: torch.device,
-        dp_rank: int,
-        dp_size: int,
-        dp_group: dist.ProcessGroup | None = None,
+        self, loss_fn: LossFn, config: Config, process: Process, dp_rank: int, dp_group: dist.ProcessGroup | None = None
     ) -> None:
-        self.loss_fn, self.device, self.microbatches = loss_fn, device, config.microbatches
-        self.dp_rank, self.dp_size, self.dp_group = dp_rank, dp_size, dp_group
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
-        self.autocast = partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
+        self.loss_fn, self.device, self.microbatches = loss_fn, process.device, config.train.microbatches
+        self.dp_rank, self.dp_size, self.dp_group = dp_rank, config.parallel.dp_size(process.world_size), dp_group
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
+        enabled = self.dtype is not torch.float32
+        self.autocast = partial(
+            torch.autocast, self.device.type, dtype=self.dtype if enabled else None, enabled=enabled
+        )
 
     @abstractmethod
     def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
@@ -64,7 +63,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def predict(self, inputs: Tensor) -> Tensor | None:
-        """Return the model's outputs for this rank's ``inputs``, or None if another rank returns them.
+        """Return the model's outputs for this rank's ``inputs``, or None on ranks that do not hold them.
 
         All ranks have to call it the same number of times.
         """
@@ -74,13 +73,13 @@ class Strategy(ABC):
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks, which saw different samples; a collective."""
+        """Average floating-point buffers (BatchNorm's statistics) over ranks with different samples; a collective."""
         for buffer in self.module.buffers():
             if buffer.is_floating_point() and self.dp_size > 1:
                 dist.all_reduce(buffer, group=self.dp_group)
                 buffer /= self.dp_size
 
-    def split(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def split_batch(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Split this rank's share of a batch into micro-batches."""
         return list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
 
@@ -88,8 +87,8 @@ class Strategy(ABC):
 def prepare_blocks(model: nn.Sequential, config: TrainConfig) -> None:
     """Set up each block for ``train.activation_checkpointing`` and ``train.compile``; parameter names do not change."""
     for block in model:
+        if config.compile:
+            block.forward = torch.compile(block.forward)
         if config.activation_checkpointing:
             # Backward runs the block again, so only its input has to be kept.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if config.compile:
-            block.compile()

@@ -44,14 +44,8 @@ class Progress:
 class Checkpointer:
     """Saves and restores one run; its methods are collectives.
 
-    Args:
-        module: This rank's part of the model.
-        optimizer: The optimizer of ``module``.
-        stateful: Other objects with ``state_dict`` and ``load_state_dict`` (scheduler, scaler), by name.
-        settings: All settings of the run, which go into each checkpoint.
-        run_dir: The run directory.
-        config: The format, and how many checkpoints to keep.
-        process: This process.
+    ``stateful`` are other objects with ``state_dict`` and ``load_state_dict`` (scheduler, scaler) by name; ``settings``
+    are all settings of the run, which go into each checkpoint.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import nn
 from ..runtime import on_main
 from . import sharded
 from .sharded import DamagedCheckpointError
-from .state_dict import drop_missing_state, flat_state_dict, flatten, scatter_full_tensors
+from .state_dict import broadcast_full_tensors, drop_missing_state, flat_state_dict, flatten
 
 # Written to each checkpoint; one with another format is rejected.
 FORMAT = 1
@@ -31,7 +31,7 @@ def read(path: Path) -> dict[str, Any]:
             damaged = archive.testzip()
         if damaged is not None:
             raise DamagedCheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong")
-        with torch.serialization.safe_globals(sharded.DESCRIPTIONS if is_folder else []):
+        with torch.serialization.safe_globals(sharded.SAFE_GLOBALS if is_folder else []):
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
@@ -82,4 +82,4 @@ def load(
         sharded.load(path, header, tensors)
     else:
         wanted = state if optimizer is not None else {"model": state.get("model", {})}
-        scatter_full_tensors(flatten(wanted), tensors, device)
+        broadcast_full_tensors(flatten(wanted), tensors, device)

@@ -28,11 +28,11 @@ from ..config import UserError
 from ..runtime import disk_errors, publish, remove, write_atomically
 
 HEADER = "header.pt"
-PICKLE = _StorageInfo(".metadata", offset=0, length=-1)  # The whole file: only its checksum is verified.
+DCP_INDEX = _StorageInfo(".metadata", offset=0, length=-1)  # The whole file: only its checksum is verified.
 
 # The classes that describe tensors in the header, in addition to built-in types; they hold only data.
 # BytesStorageMetadata is left out on purpose, so that no entry can be an object, which DCP would unpickle.
-DESCRIPTIONS: list[Any] = [
+SAFE_GLOBALS: list[Any] = [
     metadata.Metadata,
     metadata.MetadataIndex,
     metadata.TensorStorageMetadata,
@@ -79,7 +79,7 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: metadata.Metadata, results: list[Any]) -> None:
         """Write the header and rename the folder, on rank 0, when all ranks have written their tensors."""
         super().finish(metadata, [records for records, _ in results])
-        checksums = compute_checksums(self.temporary, [PICKLE])
+        checksums = compute_checksums(self.temporary, [DCP_INDEX])
         for _, of_rank in results:
             checksums |= of_rank
         content = {**self.header, "metadata": metadata, "checksums": checksums}
@@ -104,7 +104,7 @@ class Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Verify this rank's share of all checksums, and read what it needs."""
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        infos = [PICKLE, *self.storage_data.values()][rank::world_size]
+        infos = [DCP_INDEX, *self.storage_data.values()][rank::world_size]
         for key, checksum in compute_checksums(self.folder, infos).items():
             if self.checksums.get(key) != checksum:
                 raise DamagedCheckpointError(f"the checksum of {key[0]} is wrong at byte {key[1]}")

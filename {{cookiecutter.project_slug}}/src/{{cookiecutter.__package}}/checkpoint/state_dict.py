@@ -1,4 +1,4 @@
-"""The state of model and optimizer as one flat dictionary, gathered to rank 0 and scattered from there.
+"""The state of model and optimizer as one flat dictionary, gathered to rank 0 and broadcast from there.
 
     model.head.linear.weight                  optimizer.head.linear.weight.exp_avg
 
@@ -70,7 +70,7 @@ def gather_full_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> 
     return full
 
 
-def scatter_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def broadcast_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Copy rank 0's ``full`` tensors into what each rank holds of them, one at a time through ``device``; a collective.
 
     Rejects ``full``, on every rank, if a tensor that a rank holds is missing or has another shape.

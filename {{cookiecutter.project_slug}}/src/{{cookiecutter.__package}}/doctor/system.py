@@ -21,7 +21,7 @@ from ..launch import lock
 from ..runtime import Process
 from .report import Requirements, Row
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE_DIR = Path(__file__).parents[1]
 MIB, GIB = 2**20, 2**30
 # The size of /dev/shm that containers have by default; loader processes and NCCL soon fill it.
 SMALL_SHM = 64 * MIB
@@ -37,7 +37,7 @@ def check_code(settings: Mapping[str, Any]) -> list[Row]:
     versions = [f"Python {platform.python_version()}", f"PyTorch {torch.__version__}"]
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         versions.append("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()[:8]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE_DIR.rglob("*.py")))).hexdigest()[:8]
     values = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     return [Row("versions", ", ".join(versions)), Row("project", f"code {code}, settings {values}")]
 

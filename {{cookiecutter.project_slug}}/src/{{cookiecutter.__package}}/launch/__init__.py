@@ -1,7 +1,7 @@
-"""Everything that happens before PyTorch is imported.
+"""What happens before PyTorch is imported, which takes seconds: a mistake is reported immediately.
 
-This room reads the launcher's variables, parses the command line, rejects what cannot work, and ties the process to its
-launcher. It does not import PyTorch, which takes seconds, so a mistake is reported immediately.
+This room reads the launcher's variables, parses the command line, rejects what cannot work, locks the run directory,
+and ties the process to its launcher. Importing it does not import PyTorch.
 
 It knows the settings (``config``), and nothing about the model, the data or the process group.
 """

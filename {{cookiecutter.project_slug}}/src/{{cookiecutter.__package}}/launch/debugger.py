@@ -52,7 +52,7 @@ def wait_for_debugger(info: ProcessInfo) -> None:
     try:
         check_debugger(info.world_size)
     except UserError as error:
-        exit_with_error(str(error), on_every_rank=True)
+        exit_with_error(str(error), only_this_rank=True)
 
     import_module("torch")  # Imported now, because under the debugger it would take several times as long.
     # Python's own modules are frozen and cannot be stepped through; debugpy would warn about it at length.

@@ -1,10 +1,10 @@
 """Which process of a run this is, according to its launcher's environment variables.
 
-started by                   rank, world size, ...                    rendezvous (where rank 0 waits)
+started by                   rank, world size, ...                    rendezvous on several machines (on one: 127.0.0.1)
 torchrun, or compatible      RANK, WORLD_SIZE, LOCAL_RANK, ...        MASTER_ADDR and MASTER_PORT
 srun                         SLURM_PROCID, SLURM_STEP_NUM_TASKS, ...  first host of the step, port from the job's id
 mpirun (Open MPI)            OMPI_COMM_WORLD_RANK, ...                MASTER_ADDR, port from the job's name
-mpiexec (MPICH, Intel MPI)   PMI_RANK, MPI_LOCALRANKID, ...           MASTER_ADDR, port from the parent's id
+mpiexec (MPICH, Intel MPI)   PMI_RANK, MPI_LOCALRANKID, ...           MASTER_ADDR, port 29500
 nothing                      the only process of its run              none needed
 """
 
@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -71,15 +71,15 @@ def read_srun(env: Env) -> ProcessInfo:
     return ProcessInfo(rank, local_rank, world_size, local_world_size, "srun", rendezvous)
 
 
-def read_mpi(env: Env, *names: str) -> ProcessInfo:
-    """Read the variables of an ``mpirun``, which do not include the address of rank 0."""
+def read_mpi(env: Env, names: Sequence[str], job: str | None = None) -> ProcessInfo:
+    """Read the variables of an ``mpirun``, which do not include the address of rank 0; ``job`` is the job's name."""
     rank, local_rank, world_size, local_world_size = (int(env[name]) for name in names)
     on_one_machine = local_world_size == world_size
     if not (on_one_machine or "MASTER_ADDR" in env):
         raise UserError("mpirun started ranks on several machines: name that of rank 0, as in -x MASTER_ADDR=HOST")
     # Ranks of a job without a name have the same parent on one machine; on several, nothing distinguishes two jobs.
-    job = env.get("PMIX_NAMESPACE", str(os.getppid()) if on_one_machine else "")
-    rendezvous = build_rendezvous(env, "127.0.0.1", port_for(job))
+    job = job or (str(os.getppid()) if on_one_machine else None)
+    rendezvous = build_rendezvous(env, "127.0.0.1", port_for(job) if job else 29500)
     return ProcessInfo(rank, local_rank, world_size, local_world_size, "mpirun", rendezvous)
 
 
@@ -91,8 +91,8 @@ HYDRA = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
 # SLURM_STEP_NUM_TASKS is set for what srun starts, but not for a batch script, which is one process.
 LAUNCHERS: dict[str, Callable[[Env], ProcessInfo]] = {
     "RANK": read_torchrun,
-    "OMPI_COMM_WORLD_RANK": lambda env: read_mpi(env, *OPEN_MPI),
-    "MPI_LOCALRANKID": lambda env: read_mpi(env, *HYDRA),
+    "OMPI_COMM_WORLD_RANK": lambda env: read_mpi(env, OPEN_MPI, env.get("PMIX_NAMESPACE")),
+    "MPI_LOCALRANKID": lambda env: read_mpi(env, HYDRA),
     "SLURM_STEP_NUM_TASKS": read_srun,
 }
 
@@ -133,7 +133,7 @@ class Nodes:
 
 def read_nodes(env: Env = os.environ) -> Nodes:
     """Return the machines of this run: one, unless NODES is set, which requires NODE_RANK, HEAD and PORT."""
-    if env.get("NODES", "1") == "1":
+    if (env.get("NODES") or "1") == "1":
         return Nodes()
     try:
         return Nodes(int(env["NODES"]), int(env["NODE_RANK"]), env["HEAD"], int(env["PORT"]))
@@ -152,8 +152,8 @@ def is_first_on_machine(env: Env = os.environ) -> bool:
     return next((env[name] for name in names if name in env), "0") == "0"
 
 
-def exit_with_error(message: str, *, on_every_rank: bool = False) -> NoReturn:
-    """Print an error on stderr, once per machine (``on_every_rank`` if only this rank has it), and exit with code 2."""
-    if on_every_rank or is_first_on_machine():
+def exit_with_error(message: str, *, only_this_rank: bool = False) -> NoReturn:
+    """Print an error on stderr, once per machine or, for an error of ``only_this_rank``, on it; exit with code 2."""
+    if only_this_rank or is_first_on_machine():
         print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

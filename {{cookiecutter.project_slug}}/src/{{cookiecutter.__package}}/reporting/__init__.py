@@ -1,6 +1,6 @@
 """What a run reports: metrics and progress while it trains, curves at the end, where it came from, how fast it is.
 
-This room receives records, file names and measurements; it does not know the model, the data or the strategy.
+It receives records, file names and a trainer to measure, and does not know the model, the data or the strategy.
 """
 
 from .benchmark import benchmark

@@ -16,7 +16,7 @@ import yaml
 
 from ..runtime import Process, replace_text
 
-PACKAGE = "{{ cookiecutter.__package }}"
+PACKAGE = __package__.partition(".")[0]
 PROJECT = Path(__file__).parents[3]
 DEPENDENCIES = ("torch", "numpy", "jsonargparse")
 

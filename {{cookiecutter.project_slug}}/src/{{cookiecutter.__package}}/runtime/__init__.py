@@ -16,5 +16,5 @@ from .process_group import (
     rendezvous_arguments,
     set_timeout,
 )
-from .random_state import get_rng_state, seed_rank, set_exact_arithmetic, set_rng_state
+from .reproducibility import get_rng_state, seed_rank, set_exact_arithmetic, set_rng_state
 from .stop_signal import Stopped, StopSignal, exit_stopped

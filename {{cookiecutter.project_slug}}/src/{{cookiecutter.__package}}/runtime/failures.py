@@ -21,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 from tqdm import tqdm
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE_DIR = Path(__file__).parents[1]
 # Seconds to wait for the reports of other ranks: those that wait for the same rank give up at about the same time.
 PATIENCE = 5.0
 
@@ -69,11 +69,14 @@ def is_collective_error(error: Exception) -> bool:
 
 
 def locate(error: Exception) -> str:
-    """Return the line of this package that raised the error."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
-    if not frames:
+    """Return the line of this package that raised the error, or that called the helper in this room that did."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE_DIR in Path(frame.filename).parents
+    ]
+    outside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent] or frames
+    if not outside:
         return "an unknown line"
-    return f"{Path(frames[-1].filename).relative_to(PACKAGE)}:{frames[-1].lineno}, {frames[-1].name}"
+    return f"{Path(outside[-1].filename).relative_to(PACKAGE_DIR)}:{outside[-1].lineno}, {outside[-1].name}"
 
 
 def exchange_reports(rank: int, world_size: int, own: Report) -> tuple[dict[int, Report], bool]:
