@@ -1,14 +1,16 @@
 """What the tests share: starting the shipped launcher, and reading what a run left."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,6 +95,21 @@ def settings(*words: str) -> Any:
     """Return the settings of such a command line."""
     parsed = module("launch").parse(["train", *SMALL, *words], module("__main__").COMMANDS)[1]
     return module("config").from_dict(parsed)
+
+
+def global_batches(config: Any) -> tuple[int, Iterator[Any]]:
+    """Return the steps per epoch (0 if unknown), and the global batches, epoch after epoch, in this process."""
+    data = module("data")
+    train_set, _ = module("dataset").build_datasets(config)
+    everything = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
+    sampler, loader = data.build_train_loader(train_set, everything, config.data, config.run.seed, lambda *_: None)
+
+    def batches() -> Iterator[Any]:
+        for epoch in itertools.count():
+            sampler.set_epoch(epoch)
+            yield from loader
+
+    return sampler.steps_per_epoch or 0, batches()
 
 
 def read_records(run: Path, event: str) -> list[dict[str, Any]]:

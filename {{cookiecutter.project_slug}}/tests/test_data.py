@@ -1,11 +1,18 @@
-"""The samplers: which rank reads which sample, and when."""
+"""Samplers, streams and batches: which rank reads which sample, and when."""
 
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from support import module, settings
 
-config, data, dataset = module("config"), module("data"), module("dataset")
+config, data, dataset, splitting = module("config"), module("data"), module("dataset"), module("splitting")
 
 LENGTH, BATCH = 100, 12
 
@@ -52,13 +59,90 @@ def test_evaluation_reads_every_sample_once(dp_size: int) -> None:
     assert sorted(read) == list(range(LENGTH))
 
 
+class Stream(IterableDataset[int]):
+    """The numbers from 0 to 99, each with random numbers of three kinds."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(LENGTH):
+            yield number, random.random(), np.random.rand(), torch.rand(1).item()
+
+
+class ShardedStream(Stream):
+    """The same, which knows how to split itself."""
+
+    def shard(self, num_shards: int, index: int) -> list[int]:
+        return list(range(index, LENGTH, num_shards))
+
+
+def read_stream(dataset: Any, dp_size: int, epoch: int = 0, start: int = 0) -> list[list[Any]]:
+    """Return the global batches of a stream, each in order."""
+    streams = [splitting.Stream(dataset, list, dp_rank, dp_size, BATCH, 0, seed=0) for dp_rank in range(dp_size)]
+    for stream in streams:
+        stream.set_epoch(epoch, start)
+    shares = [list(stream)[:-1] for stream in streams]
+    return [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)]
+
+
+@pytest.mark.parametrize("dp_size", [2, 3, 4])
+def test_a_stream_is_the_same_on_any_number_of_ranks(dp_size: int) -> None:
+    whole = read_stream(Stream(), 1)
+    assert [number for batch in whole for number, *_ in batch] == list(range(LENGTH // BATCH * BATCH))
+    assert read_stream(Stream(), dp_size) == whole
+    assert read_stream(Stream(), dp_size, start=3 * BATCH) == whole[3:]
+    assert read_stream(Stream(), dp_size, epoch=1) != whole
+
+
+def test_a_stream_that_splits_itself_resumes_only_with_the_same_ranks() -> None:
+    whole = read_stream(ShardedStream(), 2)
+    assert sorted(itertools.chain(*whole)) == list(range(LENGTH // BATCH * BATCH))
+    assert read_stream(ShardedStream(), 2, start=3 * BATCH) == whole[3:]
+    stream = splitting.Stream(ShardedStream(), list, 0, 1, BATCH, 0, seed=0)
+    stream.load_state_dict({"dp_size": 2, "num_workers": 0})
+    stream.set_epoch(1)
+    with pytest.raises(config.UserError, match="2 rank"):
+        stream.set_epoch(1, start=BATCH)
+
+
+def test_batches_of_any_nesting_are_split() -> None:
+    batch = {"ids": torch.arange(6), "pair": (torch.ones(6, 2), [torch.zeros(6)]), "name": "a"}
+    pieces = splitting.split_batch(batch, 3)
+    assert [piece["ids"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]]
+    assert [len(piece["pair"][1][0]) for piece in pieces] == [2, 2, 2] and pieces[1]["name"] == "a"
+    with pytest.raises(config.UserError, match="first dimensions are"):
+        splitting.split_batch((torch.ones(6), torch.ones(5)), 2)
+    with pytest.raises(config.UserError, match="collate_fn"):
+        splitting.unpack({"inputs": 1, "targets": 2})
+
+
+class Batched:
+    """A dataset that can give many samples at once; those of index 7 and above are random."""
+
+    def __getitem__(self, index: int) -> float:
+        return random.random() if index >= 7 else float(index)
+
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        self.asked = len(indices)
+        return [self[index] for index in indices]
+
+
+def test_a_dataset_that_gives_many_samples_is_asked_so_unless_it_draws() -> None:
+    dataset, key = Batched(), [(2, 6), (2, 7), (2, 8)]
+    seeded = splitting.SeededDataset(dataset, seed=1)
+    assert seeded.__getitems__([(0, 3), (0, 4)]) == [3.0, 4.0] and dataset.asked == 2
+    state = random.getstate()
+    alone = [splitting.SeededDataset(Batched(), seed=1).__getitems__([each])[0] for each in key]
+    assert seeded.__getitems__(key) == alone and len(set(alone)) == 3
+    assert random.getstate() == state, "reading samples changed the rank's own random numbers"
+
+
 def test_a_sample_does_not_depend_on_the_number_of_loader_processes() -> None:
     train_set, _ = dataset.build_datasets(settings())
     batches = []
     for num_workers in (0, 2):
         sampler = data.TrainSampler(train_set, 0, 1, 64, seed=0)
         loader_config = config.DataConfig(num_workers=num_workers)
-        loader = data.build_loader(train_set, sampler, 64, loader_config, torch.device("cpu"))
+        seeded = splitting.SeededDataset(train_set, seed=0)
+        loader = data.build_loader(seeded, sampler, 64, loader_config, torch.device("cpu"))
         sampler.set_epoch(1)
         batches.append([inputs for inputs, _ in loader])
     assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))

@@ -1,17 +1,26 @@
 """Losses and weights do not depend on how the work is split."""
 
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from support import SPLITS, STEPS, TOLERANCE, assert_close, load_model, module, read_records, settings, split_id
+from support import (
+    SPLITS,
+    STEPS,
+    TOLERANCE,
+    assert_close,
+    global_batches,
+    load_model,
+    module,
+    read_records,
+    settings,
+    split_id,
+)
 
-data, dataset, train = module("data"), module("dataset"), module("train")
-build_model = module("model").build_model
+dataset, optim = module("dataset"), module("optim")
+build_model, read_loss = module("model").build_model, module("splitting").read_loss
 
 
 @pytest.fixture(scope="module")
@@ -19,26 +28,22 @@ def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of a plain loop: one process, no launcher, no process group, nothing split."""
     config = settings()
     torch.manual_seed(config.run.seed)
-    model: Any = build_model(config.model)
-    train_set, _ = dataset.build_datasets(config)
-    batch = config.data.global_batch_size
-    sampler = data.TrainSampler(train_set, 0, 1, batch, config.run.seed)
-    optimizer = train.build_optimizer(model, config.optim)
-    steps_per_epoch = len(train_set) // batch
-    assert steps_per_epoch < STEPS, "no step is in a second epoch, which has its own order"
-    scheduler = train.build_scheduler(optimizer, config.optim, config.train.epochs * steps_per_epoch)
+    model = build_model(config.model)
+    optimizer = optim.build_optimizer(model, config.optim, register=lambda *_: None)
+    steps_per_epoch, batches = global_batches(config)
+    scheduler = optim.build_scheduler(optimizer, config.optim, config.train.epochs * steps_per_epoch)
     losses = []
-    for step in range(STEPS):
-        sampler.set_epoch(step // steps_per_epoch)
-        keys = islice(sampler, step % steps_per_epoch * batch, (step % steps_per_epoch + 1) * batch)
-        inputs, targets = (torch.stack(column) for column in zip(*(train_set[key] for key in keys), strict=True))
-        loss = dataset.loss_fn(model(inputs), targets)
+    for inputs, targets in batches:
+        losses_of_batch, weight = read_loss(dataset.loss_fn(model(inputs), targets))
+        loss = losses_of_batch["loss"] / weight
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad_norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        if len(losses) == STEPS:
+            break
     return losses, model.state_dict()
 
 

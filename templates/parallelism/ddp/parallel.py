@@ -5,27 +5,30 @@ ranks with an all-reduce, so every rank takes the same optimizer step and the co
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import Config, UserError
+from .model import blocks
 from .runtime import Process
-from .strategy import LossFn, Strategy, prepare_blocks
+from .splitting import prepare_blocks, split_batch
+from .strategy import LossFn, Strategy
 
 
 class Parallel(Strategy):
     """The model under DDP."""
 
-    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
         super().__init__(loss_fn, config, process, dp_rank=process.rank)
         layout, on_cpu = config.parallel, self.device.type == "cpu"
         if layout.sync_batch_norm:
             if on_cpu and process.world_size > 1:
                 raise UserError("parallel.sync_batch_norm needs accelerators: SyncBatchNorm does not support the CPU")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        prepare_blocks(model.to(self.device), config.train)
+        prepare_blocks(blocks(model.to(self.device)) or [model], config.train)
         self.module = model
         self.ddp = DistributedDataParallel(
             model,
@@ -40,22 +43,21 @@ class Parallel(Strategy):
         # With these settings, DDP itself detects parameters without a gradient.
         self.gradients_checked = layout.find_unused_parameters or layout.static_graph
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        pieces = self.split_batch(inputs, targets)
+    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
+        pieces = split_batch((inputs, targets), self.microbatches)
         for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
             with self.ddp.no_sync() if number < len(pieces) else nullcontext():
                 with self.autocast():
-                    loss = self.loss_fn(self.ddp(some_inputs), some_targets) / len(pieces)
-                scaler.scale(loss).backward()
-            total += loss.detach()
+                    loss = self.add_loss(self.ddp(some_inputs), some_targets)
+                # DDP averages over the ranks what has to be summed.
+                scaler.scale(loss * self.dp_size).backward()
         if not self.gradients_checked:
             check_gradients(self.module)
             self.gradients_checked = True
-        return total / self.dp_size
+        return self.finish_losses()
 
-    def predict(self, inputs: Tensor) -> Tensor | None:
+    def predict(self, inputs: Any) -> Any:
         with self.autocast():
             return self.module(inputs)
 

@@ -6,6 +6,7 @@ whole model on each rank, in 1/N of the memory.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from .config import Config, ParallelConfig
+from .model import blocks
 from .runtime import Process
-from .strategy import LossFn, Strategy, prepare_blocks
+from .splitting import prepare_blocks, split_batch
+from .strategy import LossFn, Strategy
 
 # The type in which blocks compute; shards stay in fp32, and gradients are averaged in fp32.
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,25 +27,23 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 class Parallel(Strategy):
     """The model under FSDP2."""
 
-    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
         super().__init__(loss_fn, config, process, dp_rank=process.rank)
-        prepare_blocks(model, config.train)
+        prepare_blocks(blocks(model) or [model], config.train)
         # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         self.module = model
         shard(model, build_mesh(config.parallel, process), policy, config.parallel)
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        pieces = self.split_batch(inputs, targets)
-        for some_inputs, some_targets in pieces:
+    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
+        for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):
             # Gradients are scattered after each micro-batch: waiting for the last would keep full ones on each rank.
-            loss = self.loss_fn(self.module(some_inputs), some_targets) / len(pieces)
-            scaler.scale(loss).backward()
-            total += loss.detach()
-        return total / self.dp_size
+            loss = self.add_loss(self.module(some_inputs), some_targets)
+            # FSDP averages over the ranks what has to be summed.
+            scaler.scale(loss * self.dp_size).backward()
+        return self.finish_losses()
 
-    def predict(self, inputs: Tensor) -> Tensor | None:
+    def predict(self, inputs: Any) -> Any:
         return self.module(inputs)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -58,11 +59,11 @@ def build_mesh(config: ParallelConfig, process: Process) -> DeviceMesh:
     return init_device_mesh(process.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig) -> None:
     """Shard each block, which is then gathered as a unit; parameters outside of blocks are sharded at the root."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     # Each block moves to the device separately, so that the whole model is never on it.
     shard_module = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    for block in model:
+    for block in blocks(model):
         shard_module(block, reshard_after_forward=config.reshard_after_forward)
     shard_module(model)

@@ -6,7 +6,8 @@ gradients.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import Config, UserError
 from .runtime import Process
-from .strategy import LossFn, Strategy, prepare_blocks
+from .splitting import balance, check_sequence, prepare_blocks, split_batch, to_device
+from .strategy import LossFn, Strategy
 
 
 class Parallel(Strategy):
     """The model on this rank's devices, the first of which takes the inputs."""
 
-    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
         super().__init__(loss_fn, config, process, dp_rank=process.rank)
         layout = config.parallel
-        prepare_blocks(model, config.train)
-        place_blocks(model, list_devices(self.device, layout.devices), layout.split)
+        blocks = check_sequence(model)
+        prepare_blocks(blocks, config.train)
+        place_blocks(blocks, list_devices(self.device, layout.devices), layout.split)
         self.module = model
         self.ddp = DistributedDataParallel(
             model,
@@ -38,23 +41,22 @@ class Parallel(Strategy):
         # With this setting, DDP itself detects parameters without a gradient.
         self.gradients_checked = layout.find_unused_parameters
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        pieces = self.split_batch(inputs, targets)
+    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
+        pieces = split_batch((inputs, targets), self.microbatches)
         for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
             with self.ddp.no_sync() if number < len(pieces) else nullcontext():
                 with self.autocast():
                     outputs = self.ddp(some_inputs)
-                    loss = self.loss_fn(outputs, some_targets.to(outputs.device)) / len(pieces)
-                scaler.scale(loss).backward()
-            total += loss.detach().to(self.device)
+                    loss = self.add_loss(outputs, to_device(some_targets, outputs.device))
+                # DDP averages over the ranks what has to be summed.
+                scaler.scale(loss * self.dp_size).backward()
         if not self.gradients_checked:
             check_gradients(self.module)
             self.gradients_checked = True
-        return total / self.dp_size
+        return self.finish_losses()
 
-    def predict(self, inputs: Tensor) -> Tensor | None:
+    def predict(self, inputs: Any) -> Any:
         with self.autocast():
             return self.module(inputs).to(self.device)
 
@@ -67,10 +69,10 @@ def list_devices(first: torch.device, count: int) -> list[torch.device]:
     return [torch.device(first.type, (first.index + i) % torch.accelerator.device_count()) for i in range(count)]
 
 
-def place_blocks(model: nn.Sequential, devices: Sequence[torch.device], split: Sequence[int] | None) -> None:
+def place_blocks(sequence: nn.Sequential, devices: Sequence[torch.device], split: Sequence[int] | None) -> None:
     """Move consecutive blocks to each device, and make each block move its input to its device."""
-    weights = [sum(p.numel() for p in block.parameters()) for block in model]
-    blocks = iter(model)
+    weights = [sum(p.numel() for p in block.parameters()) for block in sequence]
+    blocks = iter(sequence)
     for device, length in zip(devices, split or balance(weights, len(devices)), strict=True):
         for _ in range(length):
             next(blocks).to(device).register_forward_pre_hook(partial(move_input, device))
@@ -79,9 +81,6 @@ def place_blocks(model: nn.Sequential, devices: Sequence[torch.device], split: S
 def move_input(device: torch.device, block: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Return the input of a block, moved to the block's device; a forward pre-hook."""
     return (inputs[0].to(device),)
-
-
-#:: include "parallelism/shared/balance.py" ::#
 
 
 #:: include "parallelism/shared/gradients.py" ::#

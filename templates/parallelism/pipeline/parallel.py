@@ -19,15 +19,16 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from .config import Config
 from .launch import collective_timeout
-from .runtime import Process
+from .runtime import Process, all_gather_object
+from .splitting import check_sequence, prepare_blocks, split_batch, to_device
 from .stages import Stage, assign_stages, split_into_stages
-from .strategy import LossFn, Strategy, prepare_blocks
+from .strategy import LossFn, Strategy
 
 
 class Parallel(Strategy):
     """This rank's stages of the model, and the schedule that runs them."""
 
-    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
         self.config = config.parallel
         # The data dimension is the inner one: averaging gradients sends more bytes than passing activations.
         shape = (process.world_size // self.config.replicas, self.config.replicas)
@@ -36,11 +37,13 @@ class Parallel(Strategy):
         super().__init__(loss_fn, config, process, dp_rank, dp_group)
         self.pipeline, self.pipeline_rank = mesh["pipeline"].get_group(), mesh.get_local_rank("pipeline")
 
+        sequence = check_sequence(model)
         # All stages, without their weights: they give the shapes of the stages' outputs.
-        self.outline = split_into_stages(copy.deepcopy(model).to("meta"), self.config, shape[0])
+        self.outline = split_into_stages(copy.deepcopy(sequence).to("meta"), self.config, shape[0])
         self.owners = assign_stages(len(self.outline), shape[0], self.config.schedule)
-        prepare_blocks(model, config.train)
-        own = {i: blocks for i, blocks in enumerate(split_into_stages(model, self.config, shape[0])) if self.holds(i)}
+        prepare_blocks(sequence, config.train)
+        stages = enumerate(split_into_stages(sequence, self.config, shape[0]))
+        own = {index: blocks for index, blocks in stages if self.holds(index)}
         named_blocks = OrderedDict(block for blocks in own.values() for block in blocks.named_children())
         self.module = nn.Sequential(named_blocks).to(self.device)
         self.stages = {index: Stage(blocks, self.autocast) for index, blocks in own.items()}
@@ -48,8 +51,11 @@ class Parallel(Strategy):
         # Built in the first step, when the shape of a micro-batch is known.
         self.schedule: Any = None
         self.scheduled_stages: list[PipelineStage] = []
-        # In the current step, the sum of the micro-batches' losses and the factor that scales them.
-        self.total_loss, self.loss_scale = torch.zeros(()), torch.ones(())
+        # In the current step, the targets of the micro-batches and the factor that scales their losses.
+        self.targets: list[Any] = []
+        self.loss_scale = torch.ones(())
+        self.loss_names: list[str] = []
+        self.weight_varies = False
         self.group_after_startup = self.pipeline
         if dist.get_backend(self.pipeline) == "gloo":
             # gloo cannot change the timeout of point-to-point messages, so a second group has the shorter timeout.
@@ -57,25 +63,27 @@ class Parallel(Strategy):
             timeout = collective_timeout(config.distributed.timeout_seconds)
             self.group_after_startup, _ = dist.new_subgroups_by_enumeration(mesh.mesh.T.tolist(), timeout)
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
         if self.schedule is None:
-            self.schedule = self.build_schedule(inputs.chunk(self.microbatches)[0])
+            self.schedule = self.build_schedule(split_batch(inputs, self.microbatches)[0])
         elif self.pipeline is not self.group_after_startup:
             self.end_startup()
-        self.total_loss = torch.zeros((), device=self.device)
-        self.loss_scale = scaler.scale(torch.ones_like(self.total_loss))
+        self.loss_scale = scaler.scale(torch.ones((), device=self.device))
         stage_inputs = [inputs] if self.holds(0) else []
-        self.schedule.step(*stage_inputs, target=targets if self.holds(-1) else None, return_outputs=False)
+        # The schedule splits only a single tensor, so it gets the numbers of the micro-batches instead of targets.
+        self.targets = split_batch(targets, self.microbatches)
+        numbers = torch.arange(self.microbatches) if self.holds(-1) else None
+        self.schedule.step(*stage_inputs, target=numbers, return_outputs=False)
         if self.dp_size > 1:  # Each pipeline has its part of the mean.
             all_reduce_sum(self.gradients(), self.dp_group)
         if scaler.is_enabled():
             # If one stage overflows, all have to skip the step: its NaN reaches every rank through the norm.
             self.gradients()[0] += self.gradient_norm() * 0
-        return self.total_loss
+        return self.finish_losses_of_all_stages()
 
-    def predict(self, inputs: Tensor) -> Tensor | None:
+    def predict(self, inputs: Any) -> Any:
         # In micro-batches, so that stages work at the same time; a rank with several stages would wait for itself.
-        pieces = inputs.chunk(self.microbatches if len(self.stages) == 1 else 1)
+        pieces = split_batch(inputs, self.microbatches if len(self.stages) == 1 else 1)
         outputs: dict[int, Tensor] = {}
         sends = []
         for index, stage in self.stages.items():
@@ -101,9 +109,9 @@ class Parallel(Strategy):
         """Return whether stage ``index`` is on this rank."""
         return self.owners[index] == self.pipeline_rank
 
-    def build_schedule(self, microbatch: Tensor) -> Any:
+    def build_schedule(self, microbatch: Any) -> Any:
         """Build the schedule for micro-batches of this shape, and the shapes that its stages receive and send."""
-        outputs = microbatch.to("meta")
+        outputs = to_device(microbatch, torch.device("meta"))
         for index, outline in enumerate(self.outline):
             inputs, outputs = outputs, outline(outputs).detach().requires_grad_()
             if self.holds(index):
@@ -121,11 +129,20 @@ class Parallel(Strategy):
         for stage in self.scheduled_stages:
             stage.group = self.pipeline
 
-    def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def scaled_loss(self, outputs: Tensor, number: Tensor) -> Tensor:
         """Return one micro-batch's part of the mean loss over the global batch, times the scaler's factor."""
-        loss = self.loss_fn(outputs, targets) / (self.microbatches * self.dp_size)
-        self.total_loss += loss.detach()
-        return loss * self.loss_scale
+        return self.add_loss(outputs, self.targets[int(number)]) * self.loss_scale
+
+    def finish_losses_of_all_stages(self) -> dict[str, Tensor]:
+        """Return the losses, which are 0 on ranks without the last stage; correct the gradients of all stages."""
+        if not self.loss_names:  # The first step: only ranks with the last stage know what loss_fn returns.
+            everyone = all_gather_object((list(self.losses.sums), self.losses.weight is not None))
+            self.loss_names, self.weight_varies = next(each for each in everyone if each[0])
+        if not self.holds(-1):
+            zero = torch.zeros((), device=self.device)
+            self.losses.sums = dict.fromkeys(self.loss_names, zero)
+            self.losses.weight = zero.clone() if self.weight_varies else None
+        return self.losses.finish(self.module, dist.group.WORLD)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's stages."""
@@ -137,9 +154,9 @@ class Parallel(Strategy):
         dist.all_reduce(squared, group=self.pipeline)
         return squared.sqrt()
 
-    def receive(self, index: int, inputs: Tensor) -> Tensor:
+    def receive(self, index: int, inputs: Any) -> Tensor:
         """Receive the outputs of stage ``index - 1`` from its rank; the pipeline's ``inputs`` determine their shape."""
-        shaped = inputs.to("meta")
+        shaped = to_device(inputs, torch.device("meta"))
         for outline in self.outline[:index]:
             shaped = outline(shaped)
         received = torch.empty(shaped.shape, device=self.device)

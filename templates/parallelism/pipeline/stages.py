@@ -7,13 +7,13 @@ stage      0     1     2     3                   rank 1: stages 1 and 3    rank 
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from .config import ParallelConfig
+from .splitting import balance
 
 
 class Stage(nn.Module):
@@ -41,6 +41,3 @@ def assign_stages(stages: int, pipeline_size: int, schedule: str) -> list[int]:
     there = list(range(pipeline_size))
     laps = [there, there[::-1] if schedule in ("ZBVZeroBubble", "DualPipeV") else there]
     return [rank for lap in range(stages // pipeline_size) for rank in laps[lap % 2]]
-
-
-#:: include "parallelism/shared/balance.py" ::#

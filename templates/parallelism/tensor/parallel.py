@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from .config import Config
+from .config import Config, UserError
+from .model import blocks
 from .runtime import Process
-from .strategy import LossFn, Strategy, prepare_blocks
+from .splitting import prepare_blocks, split_batch
+from .strategy import LossFn, Strategy
 
 Replicated = tuple[nn.Module, str, Any]
 
@@ -26,36 +28,35 @@ Replicated = tuple[nn.Module, str, Any]
 class Parallel(Strategy):
     """The model as DTensors: sharded where a block has a plan, replicated elsewhere."""
 
-    def __init__(self, model: nn.Sequential, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
         layout = config.parallel
         shape = (layout.replicas, process.world_size // layout.replicas)
         mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("data", "tensor"))
         dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
         super().__init__(loss_fn, config, process, dp_rank, dp_group)
         self.is_first = mesh.get_local_rank("tensor") == 0
-        prepare_blocks(model, config.train)
+        check_plan(model)
+        prepare_blocks(blocks(model) or [model], config.train)
         self.module = model
         self.replicated: list[Replicated] = []
-        for block in model:  # One by one, so that the whole model is never on the device.
+        for block in [*blocks(model), model]:  # One by one, so that the whole model is never on the device.
             self.replicated += parallelize_block(block.to(self.device), mesh["tensor"], layout.sequence_parallel)
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        pieces = self.split_batch(inputs, targets)
-        for some_inputs, some_targets in pieces:
+    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
+        for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):
             with self.local_parameters():
                 with self.autocast():
-                    loss = self.loss_fn(self.module(some_inputs), some_targets) / (len(pieces) * self.dp_size)
+                    loss = self.add_loss(self.module(some_inputs), some_targets)
                 scaler.scale(loss).backward()
-            total += loss.detach()
         if self.dp_size > 1:  # Each group has its part of the mean.
             all_reduce_sum([gradient.to_local() for gradient in self.gradients()], self.dp_group)
         if scaler.is_enabled():
             # If one shard overflows, all have to skip the step: its NaN reaches every rank through the norm.
             self.gradients()[0].to_local().add_(self.gradient_norm() * 0)
-        return total * self.is_first  # All ranks of a group have the same loss.
+        # All ranks of a group have the same losses.
+        return {name: loss * self.is_first for name, loss in self.finish_losses().items()}
 
-    def predict(self, inputs: Tensor) -> Tensor | None:
+    def predict(self, inputs: Any) -> Any:
         with self.local_parameters(), self.autocast():
             outputs = self.module(inputs)
         return outputs if self.is_first else None  # All ranks of a group have the same outputs.
@@ -89,16 +90,26 @@ class Parallel(Strategy):
         return norm.full_tensor()
 
 
+def check_plan(model: nn.Module) -> None:
+    """Reject a model of which nothing would be sharded."""
+    if not any(hasattr(module, "tensor_plan") for module in model.modules()):
+        raise UserError(
+            f"tensor shards layers by a plan, but no module of the {type(model).__name__} has one; give the modules in "
+            "model.py a method tensor_plan(sequence_parallel) that returns a plan for parallelize_module"
+        )
+
+
 def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> list[Replicated]:
-    """Shard a block by its ``tensor_plan`` and replicate its other parameters, so the optimizer sees only DTensors.
+    """Shard modules of a block by their ``tensor_plan``; replicate the rest, so the optimizer sees only DTensors.
 
     Returns:
         The replicated parameters, which modules compute on as plain tensors.
     """
-    plan = getattr(block, "tensor_plan", None)
-    if plan is not None:
-        parallelize_module(block, mesh, plan(sequence_parallel), src_data_rank=None)
     replicated = []
+    for module in block.modules():
+        plan: Any = getattr(module, "tensor_plan", None)
+        if plan is not None and not any(isinstance(p, DTensor) for p in module.parameters()):
+            parallelize_module(module, mesh, plan(sequence_parallel), src_data_rank=None)
     for module in block.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):

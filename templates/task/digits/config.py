@@ -25,6 +25,7 @@ class ModelConfig:
     norm: Literal["group", "batch"] = "group"
     """GroupNorm normalizes each sample by itself. BatchNorm normalizes over a rank's micro-batch, so its result depends
     on how the batch is split."""
+    #:: include "task/shared/weights.py" ::#
 
     def check(self) -> None:
         """Reject a width that is not a multiple of GroupNorm's groups."""

@@ -3,13 +3,14 @@
 ``digits.npz`` holds 1,797 real images, split into training and test; ``digits.md`` names their source and license.
 """
 
+import random
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from .config import Config
 
@@ -19,17 +20,19 @@ CLASSES = 10
 # The metric that selects the best checkpoint, and whether higher is better.
 BEST_METRIC, HIGHER_IS_BETTER = "accuracy", True
 
+# Makes a batch, a pair (inputs, targets), of a list of samples.
+collate_fn = default_collate
+
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
     """Images of digits as ``(image, label)``: float32 of shape (1, 8, 8) from 0 to 1, and int64 from 0 to 9.
 
     Args:
         split: ``train`` (1,437 images) or ``test`` (360).
-        max_shift: Shift each image by up to this many pixels in each direction.
-        seed: Seed of the shifts.
+        max_shift: Shift each image by up to this many pixels in each direction, at random.
     """
 
-    def __init__(self, split: str, max_shift: int = 0, seed: int = 0) -> None:
+    def __init__(self, split: str, max_shift: int = 0) -> None:
         with np.load(FILE) as arrays:
             images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
         # Images are padded once; a shifted image is a crop of the padded one.
@@ -37,29 +40,28 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         self.images = torch.from_numpy(np.pad(images.astype(np.float32) / 16, margin))
         self.labels = torch.from_numpy(labels.astype(np.int64))
         self.max_shift = max_shift
-        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return sample ``index`` of ``epoch``; its shift depends only on (seed, epoch, index)."""
-        epoch, index = key
-        row = column = 0
-        if self.max_shift:
-            rng = np.random.default_rng((self.seed, epoch, index))
-            row, column = rng.integers(0, 2 * self.max_shift + 1, size=2)
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return image ``index``, shifted by random numbers that the loader seeds with (run.seed, epoch, index)."""
+        row, column = (random.randrange(2 * self.max_shift + 1) for _ in range(2)) if self.max_shift else (0, 0)
         return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]
 
 
 def build_datasets(config: Config) -> tuple[Digits, Digits]:
     """Return the training set with augmentation, and the test set without."""
-    return Digits("train", config.dataset.max_shift, config.run.seed), Digits("test")
+    return Digits("train", config.dataset.max_shift), Digits("test")
 
 
-def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of (batch, 10) logits for (batch,) labels, in nats."""
-    return F.cross_entropy(outputs.float(), targets)
+def loss_fn(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Return the sum of the cross-entropy of (batch, 10) logits for (batch,) labels, in nats, and what it is a sum of.
+
+    The loss of a step is the sum over the global batch, divided by its weight. A weight that differs between batches,
+    such as the tokens that are not padding, is returned as a tensor.
+    """
+    return F.cross_entropy(outputs.float(), targets, reduction="sum"), len(targets)
 
 
 def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

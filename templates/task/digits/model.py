@@ -86,3 +86,6 @@ def build_model(config: ModelConfig) -> nn.Sequential:
         blocks[f"wide{i}"] = ResidualBlock(wide if i else narrow, wide, stride=1 if i else 2, norm=config.norm)
     blocks["head"] = Head(wide)
     return nn.Sequential(blocks)
+
+
+#:: include "task/shared/blocks.py" ::#

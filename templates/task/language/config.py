@@ -30,6 +30,7 @@ class ModelConfig:
     """Attention heads per block."""
     context: PositiveInt = 64
     """Bytes that the model sees at a time: the length of each sample."""
+    #:: include "task/shared/weights.py" ::#
 
     def check(self) -> None:
         """Reject a width that does not divide into the heads."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from .config import Config, DatasetConfig, UserError
 
@@ -31,6 +31,9 @@ EXCLUDED |= {"encodings", "entities.py", "msilib", "pydoc_data"}
 
 # The metric that selects the best checkpoint, and whether higher is better.
 BEST_METRIC, HIGHER_IS_BETTER = "bits_per_byte", False
+
+# Makes a batch, a pair (inputs, targets), of a list of samples.
+collate_fn = default_collate
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -55,9 +58,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return (len(self.text) - 1) // self.context
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return window ``index``, which is the same in every epoch."""
-        _, index = key
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return window ``index``."""
         start = index * self.context
         window = torch.from_numpy(self.text[start : start + self.context + 1].astype(np.int64))
         return window[:-1], window[1:]
@@ -128,9 +130,13 @@ def concatenate(files: Sequence[Path], root: Path, config: DatasetConfig) -> Pat
     return target
 
 
-def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of (batch, time, 256) logits for (batch, time) bytes, in nats per byte."""
-    return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten())
+def loss_fn(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Return the sum of the cross-entropy of (batch, time, 256) logits for (batch, time) bytes, in nats, and the bytes.
+
+    The loss of a step is the sum over the global batch, divided by its weight. A weight that differs between batches,
+    such as the bytes that are not padding, is returned as a tensor.
+    """
+    return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
 def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

@@ -120,3 +120,6 @@ def build_model(config: ModelConfig) -> nn.Sequential:
         blocks[f"block{i}"] = Block(config.width, config.heads)
     blocks["head"] = Head(config.width)
     return nn.Sequential(blocks)
+
+
+#:: include "task/shared/blocks.py" ::#

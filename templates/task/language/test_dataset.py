@@ -19,7 +19,7 @@ def windows_of(path: Path, cache: Path, *words: str) -> list[bytes]:
     """Return the training and the test split of a text, as windows of 10 bytes return them."""
     arguments = ("--dataset.path", str(path), "--dataset.cache", str(cache), "--dataset.test_bytes", "101")
     splits = dataset.build_datasets(settings(*arguments, "--model.context", "10", *words))
-    return [bytes(torch.cat([split[0, i][0] for i in range(len(split))]).tolist()) for split in splits]
+    return [bytes(torch.cat([split[i][0] for i in range(len(split))]).tolist()) for split in splits]
 
 
 def test_windows_are_consecutive_and_include_the_next_byte(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_windows_are_consecutive_and_include_the_next_byte(tmp_path: Path) -> No
     assert train == TEXT[:920] and test == TEXT[-101:-1]
     windows = dataset.Windows(file, 0, 923, 10)
     for same in (windows, pickle.loads(pickle.dumps(windows))):
-        inputs, targets = same[7, 3]
+        inputs, targets = same[3]
         assert inputs.dtype == targets.dtype == torch.int64
         assert (bytes(inputs.tolist()), bytes(targets.tolist())) == (TEXT[30:40], TEXT[31:41])
     assert len(pickle.dumps(windows)) < 500  # Not a copy of the text.
@@ -78,7 +78,8 @@ def test_the_metrics_are_those_of_the_bytes() -> None:
     per_sample = {name: values.numpy() for name, values in dataset.per_sample_metrics(outputs, targets).items()}
     metrics = dataset.aggregate_metrics(per_sample)
     assert metrics == pytest.approx({"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)})
-    assert dataset.loss_fn(outputs, targets).item() == pytest.approx(loss)
+    total, weight = dataset.loss_fn(outputs, targets)
+    assert weight == 15 and total.item() / weight == pytest.approx(loss)
 
 
 def test_no_position_sees_later_bytes() -> None:

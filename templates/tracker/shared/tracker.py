@@ -31,8 +31,8 @@ class Tracker:
         #:: endblock ::#
 
     @contextmanager
-    def record(self, done: int, total: int) -> Iterator[None]:
-        """Record a run of ``total`` steps for the duration of a ``with`` block.
+    def record(self, done: int, total: int | None) -> Iterator[None]:
+        """Record a run of ``total`` steps (None: unknown) for the duration of a ``with`` block.
 
         Existing records after step ``done`` are left from an interrupted run, and are dropped.
         """

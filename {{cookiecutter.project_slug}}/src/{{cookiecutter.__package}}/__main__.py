@@ -134,7 +134,10 @@ def preflight(argv: Sequence[str]) -> None:
             launch.check_port(config.distributed.init_method)
         if command == "train":
             run_dir, resume = Path(config.run.dir), config.checkpoint.resume
-            launch.find_resume_candidates(run_dir, resume, launch.is_restart())
+            candidates = launch.find_resume_candidates(run_dir, resume, launch.is_restart())
+            weights = config.model.weights
+            if weights is not None and not candidates and not Path(weights).exists():
+                raise UserError(f"model.weights is {weights}: no such file")
     except UserError as error:
         launch.exit_with_error(str(error))
     print(nproc, math.ceil(config.distributed.startup_timeout_seconds))

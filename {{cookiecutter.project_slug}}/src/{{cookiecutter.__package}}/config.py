@@ -184,6 +184,8 @@ class Config:
             raise UserError(f"run.seed is {self.run.seed}; give a number below 2**32")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
             raise UserError(f"optim.betas is {list(self.optim.betas)}; give two numbers from 0 to below 1")
+        if self.model.weights is not None and self.checkpoint.resume not in ("auto", "never"):
+            raise UserError("model.weights starts a new run and checkpoint.resume continues one; give one of them")
         self.dataset.check()
         self.model.check()
 

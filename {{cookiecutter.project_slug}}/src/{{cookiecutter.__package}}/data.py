@@ -7,18 +7,17 @@ For any number of ranks, step i of an epoch trains on the same samples, and eval
     evaluation   rank 0 reads 0 2 4 6 8, rank 1 reads 1 3 5 7 9; nothing is padded
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from .config import DataConfig, UserError
+from .dataset import collate_fn
 from .launch import init_loader_worker
-
-# A dataset is indexed by (epoch, index). The epoch is part of the key because loader processes hold a copy of the
-# dataset and would not see it change. So the augmentation of a sample depends on both, whichever process loads it.
-Key = tuple[int, int]
+from .splitting import InStep, Key, SeededDataset, Stream
+from .strategy import Strategy
 
 
 class TrainSampler(DistributedSampler[Any]):
@@ -35,7 +34,7 @@ class TrainSampler(DistributedSampler[Any]):
                 f"data.global_batch_size is {global_batch_size}, but the training set has {len(dataset)} samples; "
                 "give at most that many"
             )
-        self.global_batch_size = global_batch_size
+        self.global_batch_size, self.steps_per_epoch = global_batch_size, len(dataset) // global_batch_size
         self.start = self.end = 0
         self.set_epoch(0)
 
@@ -68,20 +67,36 @@ class EvalSampler(Sampler[Key]):
         return len(self.indices)
 
 
+def build_train_loader(
+    dataset: Any, strategy: Strategy, config: DataConfig, seed: int, register: Callable[..., None]
+) -> tuple[TrainSampler | Stream, Iterable[Any]]:
+    """Build the sampler, whose ``set_epoch`` starts an epoch, and the loader of this rank's ``(inputs, targets)``."""
+    dp_rank, dp_size, batch = strategy.dp_rank, strategy.dp_size, config.global_batch_size
+    if isinstance(dataset, IterableDataset):
+        stream = Stream(dataset, collate_fn, dp_rank, dp_size, batch, config.num_workers, seed)
+        register("stream", stream)
+        return stream, InStep(DataLoader(stream, batch_size=None, **loader_options(config, strategy.device)))
+    sampler = TrainSampler(dataset, dp_rank, dp_size, batch, seed)
+    return sampler, build_loader(SeededDataset(dataset, seed), sampler, batch // dp_size, config, strategy.device)
+
+
 def build_loader(
-    dataset: Dataset[Any], sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device
+    dataset: SeededDataset, sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device
 ) -> DataLoader[Any]:
     """Build a loader of ``batch_size`` samples at a time, as ``(inputs, targets)`` on the CPU."""
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=config.num_workers,
-        persistent_workers=config.num_workers > 0,
+    options = loader_options(config, device)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, **options)
+
+
+def loader_options(config: DataConfig, device: torch.device) -> dict[str, Any]:
+    """Return the options of any ``DataLoader`` here."""
+    return {
+        "num_workers": config.num_workers,
+        "persistent_workers": config.num_workers > 0,
         # Not fork: the child would inherit locks that other threads hold at that moment, and might deadlock.
-        multiprocessing_context="spawn" if config.num_workers else None,
-        worker_init_fn=init_loader_worker,
-        pin_memory=device.type == "cuda",
+        "multiprocessing_context": "spawn" if config.num_workers else None,
+        "worker_init_fn": init_loader_worker,
+        "pin_memory": device.type == "cuda",
         # A separate generator: a new iterator would otherwise draw from the global one, and a resumed run would differ.
-        generator=torch.Generator(),
-    )
+        "generator": torch.Generator(),
+    }

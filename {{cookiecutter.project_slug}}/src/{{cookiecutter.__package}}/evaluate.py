@@ -1,6 +1,5 @@
 """Exact evaluation: every sample counts once, for any number of ranks."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -10,15 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from . import dataset
-from .checkpoint import load, read_on_main
-from .config import Config, DataConfig, ModelConfig
+from .checkpoint import load_model, read_on_main
+from .config import Config, DataConfig, ModelConfig, UserError
 from .data import EvalSampler, build_loader
 from .launch import check_layout
 from .model import build_model
 from .parallel import Parallel
+from .reporting import append_record
 from .runtime import Process, all_gather_object, on_main
+from .splitting import SeededDataset, to_device, unpack
 from .strategy import Strategy
 
 Metrics = dict[str, np.ndarray]  # Per sample: arrays of shape (samples,) by name.
@@ -26,15 +28,19 @@ Context = Callable[[], AbstractContextManager[None]]
 
 
 class Evaluator:
-    """Evaluates a model on a dataset of ``(input, target)`` each time it is called.
+    """Evaluates a model on a map-style dataset each time it is called; rejects a stream, whose samples have no index.
 
     ``guard`` returns a context manager for each batch, entered equally often on every rank; it may raise to stop.
     """
 
-    def __init__(self, samples: Any, parallel: Strategy, config: DataConfig, guard: Context = nullcontext) -> None:
-        self.samples, self.parallel, self.guard = samples, parallel, guard
+    def __init__(
+        self, samples: Any, parallel: Strategy, config: DataConfig, seed: int, guard: Context = nullcontext
+    ) -> None:
+        if isinstance(samples, IterableDataset):
+            raise UserError("the test set is an IterableDataset; give a list of its samples, so that each counts once")
+        self.samples, self.parallel, self.guard = SeededDataset(samples, seed), parallel, guard
         self.sampler = EvalSampler(len(samples), parallel.dp_rank, parallel.dp_size)
-        self.loader = build_loader(samples, self.sampler, config.eval_batch_size, config, parallel.device)
+        self.loader = build_loader(self.samples, self.sampler, config.eval_batch_size, config, parallel.device)
         # Rank 0 has at least as many samples as any other rank.
         self.most_batches = math.ceil(math.ceil(len(samples) / parallel.dp_size) / config.eval_batch_size)
 
@@ -53,25 +59,25 @@ class Evaluator:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
         device = self.parallel.device
-        for inputs, targets in self.batches():
+        for batch, counts in self.batches():
             with self.guard():
-                outputs = self.parallel.predict(inputs.to(device, non_blocking=True))
-                if outputs is None or targets is None:
+                inputs, targets = unpack(batch)
+                outputs = self.parallel.predict(to_device(inputs, device))
+                if outputs is None or not counts:
                     continue
-                targets = targets.to(device, non_blocking=True)
-                for name, values in dataset.per_sample_metrics(outputs, targets).items():
+                for name, values in dataset.per_sample_metrics(outputs, to_device(targets, device)).items():
                     collected.setdefault(name, []).append(values)
         arrays = {name: torch.cat(values).cpu().numpy() for name, values in collected.items()}
         return {**arrays, "index": np.array(self.sampler.indices if arrays else [], dtype=np.int64)}
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield this rank's batches, then dummy batches without targets, up to rank 0's number of batches.
+    def batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield this rank's batches, then dummy batches that do not count, up to rank 0's number of batches.
 
         A rank without samples still runs the model, so that the model's collectives match.
         """
-        yield from self.loader
+        yield from ((batch, True) for batch in self.loader)
         for _ in range(self.most_batches - len(self.loader)):
-            yield self.samples[0, 0][0][None], None
+            yield dataset.collate_fn(self.samples.__getitems__([(0, 0)])), False
 
 
 def merge(shares: list[Metrics], length: int) -> Metrics:
@@ -90,14 +96,14 @@ def merge(shares: list[Metrics], length: int) -> Metrics:
 
 def evaluate(path: str, config: Config, process: Process) -> None:
     """Evaluate the checkpoint at ``path`` on the test set and print its metrics."""
-    header, parallel = load_model(path, config, process)
+    header, parallel = load_strategy(path, config, process)
     _, test_set = dataset.build_datasets(config)
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
-    record |= Evaluator(test_set, parallel, config.data)()
-    on_main(lambda: write_record(record, config.run.dir))
+    record |= Evaluator(test_set, parallel, config.data, config.run.seed)()
+    on_main(lambda: append_record(record, config.run.dir))
 
 
-def load_model(path: str, config: Config, process: Process) -> tuple[dict[str, Any], Strategy]:
+def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str, Any], Strategy]:
     """Load the checkpoint at ``path``; returns its header, and its model under this project's strategy. A collective.
 
     The model is the one that was saved: the checkpoint's ``model`` settings replace those of ``config``. Rejects what
@@ -108,15 +114,5 @@ def load_model(path: str, config: Config, process: Process) -> tuple[dict[str, A
     config.model.check()
     check_layout(config.parallel, config.model, config.train, process.world_size)
     parallel = Parallel(build_model(config.model), dataset.loss_fn, config, process)
-    load(Path(path), header, state, parallel.module, parallel.device)
+    load_model(Path(path), header, state, parallel.module, parallel.device)
     return header, parallel
-
-
-def write_record(record: dict[str, Any], run_dir: str) -> None:
-    """Print a record as one line of JSON; if a run directory is given, also append it to its metrics."""
-    line = json.dumps(record)
-    print(line)
-    if run_dir:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        with open(Path(run_dir) / "metrics.jsonl", "a", encoding="utf-8") as metrics:
-            metrics.write(line + "\n")

@@ -3,24 +3,24 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from .config import Config, TrainConfig
+from .config import Config
 from .runtime import Process
+from .splitting import GlobalMean, Loss, Weight, set_shares
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Any, Any], tuple[Loss, Weight]]  # Of outputs and targets.
 
 
 class Strategy(ABC):
     """How a model and its batches are distributed over ranks and devices; the rest of the package uses nothing else.
 
     ``parallel.py`` defines this project's subclass, which is built as ``Parallel(model, loss_fn, config, process)``:
-    ``model`` is a sequence of named blocks on the CPU, with the same weights on every rank, and ``loss_fn`` returns the
-    mean loss of outputs and targets as a scalar.
+    ``model`` is on the CPU, with the same weights on every rank, and ``loss_fn`` is that of ``dataset.py``.
 
     Attributes:
         module: This rank's part of the model; its parameters have the same names as in the whole model.
@@ -40,6 +40,8 @@ class Strategy(ABC):
     ) -> None:
         self.loss_fn, self.device, self.microbatches = loss_fn, process.device, config.train.microbatches
         self.dp_rank, self.dp_size, self.dp_group = dp_rank, config.parallel.dp_size(process.world_size), dp_group
+        set_shares(self.dp_rank, self.dp_size, dp_group, self.microbatches)
+        self.losses = GlobalMean(config.data.global_batch_size, self.microbatches * self.dp_size, self.device)
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
         enabled = self.dtype is not torch.float32
         self.autocast = partial(
@@ -47,7 +49,7 @@ class Strategy(ABC):
         )
 
     @abstractmethod
-    def forward_backward(self, inputs: Tensor, targets: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
         """Run forward and backward of one global batch, of which this rank has a share.
 
         Leaves in each parameter the gradient of the mean loss over the global batch, times the scaler's factor.
@@ -58,11 +60,11 @@ class Strategy(ABC):
             scaler: Scales the loss if the precision is fp16.
 
         Returns:
-            This rank's part of the mean loss, a detached scalar on the device: the sum over all ranks is the mean.
+            This rank's part of each mean loss, detached scalars on the device: the sum over all ranks is the mean.
         """
 
     @abstractmethod
-    def predict(self, inputs: Tensor) -> Tensor | None:
+    def predict(self, inputs: Any) -> Any:
         """Return the model's outputs for this rank's ``inputs``, or None on ranks that do not hold them.
 
         All ranks have to call it the same number of times.
@@ -72,23 +74,17 @@ class Strategy(ABC):
         """Clip the norm of the whole model's gradient to ``max_norm``; returns the norm before clipping."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
+    def add_loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return one micro-batch's part of the mean loss over the global batch, to run backward on."""
+        return self.losses.add(self.loss_fn(outputs, targets))
+
+    def finish_losses(self) -> dict[str, Tensor]:
+        """Return this rank's part of each mean loss of the step, when all gradients are complete."""
+        return self.losses.finish(self.module, self.dp_group)
+
     def average_buffers(self) -> None:
         """Average floating-point buffers (BatchNorm's statistics) over ranks with different samples; a collective."""
         for buffer in self.module.buffers():
             if buffer.is_floating_point() and self.dp_size > 1:
                 dist.all_reduce(buffer, group=self.dp_group)
                 buffer /= self.dp_size
-
-    def split_batch(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split this rank's share of a batch into micro-batches."""
-        return list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
-
-
-def prepare_blocks(model: nn.Sequential, config: TrainConfig) -> None:
-    """Set up each block for ``train.activation_checkpointing`` and ``train.compile``; parameter names do not change."""
-    for block in model:
-        if config.compile:
-            block.forward = torch.compile(block.forward)
-        if config.activation_checkpointing:
-            # Backward runs the block again, so only its input has to be kept.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)

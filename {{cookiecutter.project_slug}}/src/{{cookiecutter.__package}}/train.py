@@ -1,6 +1,5 @@
 """The training loop: forward, backward, clip, step; between steps, log, evaluate and save when due."""
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,19 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
 
 from . import STARTED, dataset, runtime
-from .checkpoint import Checkpointer, Progress
-from .config import Config, OptimConfig
-from .data import TrainSampler, build_loader
+from .checkpoint import Checkpointer, Progress, load_weights
+from .config import Config, UserError
+from .data import build_train_loader
 from .evaluate import Evaluator
 from .launch import acquire_run_directory, is_restart
 from .model import build_model
+from .optim import build_optimizer, build_scheduler
 from .parallel import Parallel
-from .reporting import Tracker, write_provenance
+from .reporting import Throughput, Tracker, write_provenance
 from .runtime import Process, Stopped, StopSignal, on_main, report_failures
+from .splitting import count_steps, to_device, unpack
 
 
 def train(config: Config, process: Process) -> None:
@@ -32,48 +32,50 @@ def train(config: Config, process: Process) -> None:
     run_dir, resume = Path(config.run.dir), config.checkpoint.resume
     restarted = any(runtime.all_gather_object(is_restart()))
     candidates = on_main(lambda: acquire_run_directory(run_dir, resume, restarted))
-    trainer = Trainer(config, process)
+    trainer = Trainer(config, process, weights=None if candidates else config.model.weights)
     trainer.restore(candidates)
     on_main(lambda: write_provenance(run_dir, asdict(config), process))
     trainer.run()
 
 
 class Trainer:
-    """One run on one rank: its model, data, optimizer and progress."""
+    """One run on one rank: its model, data, optimizer and progress.
 
-    def __init__(self, config: Config, process: Process) -> None:
+    ``weights`` is a file of weights to start from; without one, they are drawn at random.
+    """
+
+    def __init__(self, config: Config, process: Process, weights: str | None = None) -> None:
         self.config, self.process = config, process
         torch.manual_seed(config.run.seed)  # The same initial weights on every rank.
         train_set, test_set = dataset.build_datasets(config)
         self.parallel = Parallel(build_model(config.model), dataset.loss_fn, config, process)
+        if weights is not None:
+            load_weights(Path(weights), config.model.weights_except, self.parallel.module, process.device)
         runtime.seed_rank(config.run.seed, process.rank)
 
-        dp_rank, dp_size, batch = self.parallel.dp_rank, self.parallel.dp_size, config.data.global_batch_size
-        self.sampler = TrainSampler(train_set, dp_rank, dp_size, batch, config.run.seed)
-        self.loader = build_loader(train_set, self.sampler, batch // dp_size, config.data, process.device)
-        self.stop = StopSignal()
-        self.evaluator = Evaluator(test_set, self.parallel, config.data, self.stop.agree)
-
-        planned_steps = config.train.epochs * (len(train_set) // batch)
-        self.total_steps = min(planned_steps, config.train.max_steps or planned_steps)
-        self.optimizer = build_optimizer(self.parallel.module, config.optim)
+        run_dir = Path(config.run.dir)
+        self.checkpointer = Checkpointer(self.parallel.module, asdict(config), run_dir, config.checkpoint, process)
+        register = self.checkpointer.register
+        self.sampler, self.loader = build_train_loader(train_set, self.parallel, config.data, config.run.seed, register)
+        planned_steps, self.total_steps = count_steps(self.sampler.steps_per_epoch, config.train, config.optim)
+        self.optimizer = build_optimizer(self.parallel.module, config.optim, register)
         self.scheduler = build_scheduler(self.optimizer, config.optim, planned_steps)
         self.scaler = torch.amp.GradScaler(process.device.type, enabled=config.train.precision == "fp16")
+        register("scheduler", self.scheduler)
+        register("scaler", self.scaler)
 
-        run_dir, stateful = Path(config.run.dir), {"scheduler": self.scheduler, "scaler": self.scaler}
-        self.checkpointer = Checkpointer(
-            self.parallel.module, self.optimizer, stateful, asdict(config), run_dir, config.checkpoint, process
-        )
+        self.stop = StopSignal()
+        self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
         self.progress = Progress()
-        self.first_step = self.saved_step = 0
-        self.clock, self.clock_step = 0.0, 0
+        self.first_step = self.evaluated_step = self.saved_step = 0
+        self.throughput = Throughput(config.data.global_batch_size)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
         """Resume from the first of the ``candidates`` that can be read, if there are any."""
         self.progress = self.checkpointer.restore(candidates)
-        self.first_step = self.saved_step = self.progress.step
+        self.first_step = self.evaluated_step = self.saved_step = self.progress.step
 
     def run(self) -> None:
         """Train to the end; on a stop signal, save and leave the remaining steps to the next start."""
@@ -81,15 +83,16 @@ class Trainer:
         recording = self.tracker.record(progress.step, self.total_steps)
         with recording, self.checkpointer, self.stop, report_failures(lambda: f"after step {progress.step}"):
             ranks = f"{self.process.world_size} rank(s), {self.process.device.type}"
-            self.tracker.print(f"{self.config.run.dir}: step {progress.step} of {self.total_steps} on {ranks}")
-            self.start_clock()
+            self.tracker.print(f"{self.config.run.dir}: step {progress.step} of {self.total_steps or '?'} on {ranks}")
+            self.throughput.start(self.progress.step)
             try:
                 if progress.evaluation_due:
                     self.saved_step = 0  # The checkpoint of this step lacks its evaluation.
                     self.evaluate()
                     self.save()
-                while progress.step < self.total_steps:
+                while progress.step != self.total_steps and progress.epoch < self.config.train.epochs:
                     self.run_epoch()
+                self.finish()
             except Stopped as signal:
                 stopped = True
                 self.save()
@@ -103,19 +106,27 @@ class Trainer:
         """Train on the rest of the current epoch, or until the last step."""
         progress = self.progress
         self.sampler.set_epoch(progress.epoch, start=progress.samples)
-        for inputs, targets in self.loader:
+        for batch in self.loader:
             with self.stop.agree():
-                self.run_step(inputs, targets)
+                self.run_step(*unpack(batch))
             if progress.step == self.total_steps:
                 return
+        if progress.samples == 0:
+            raise UserError("the training set has fewer samples than data.global_batch_size; lower it")
         progress.epoch += 1
         progress.samples = 0
 
-    def run_step(self, inputs: Tensor, targets: Tensor) -> None:
+    def finish(self) -> None:
+        """Evaluate and save, unless the last step did: the end of a stream is not known before it."""
+        if self.evaluated_step < self.progress.step:
+            self.evaluate()
+        self.save()
+
+    def run_step(self, inputs: Any, targets: Any) -> None:
         """Take one step, then log, evaluate and save if due."""
         progress, config = self.progress, self.config
         lr = float(self.scheduler.get_last_lr()[0])
-        loss, norm = self.step(inputs, targets)
+        losses, norm = self.step(inputs, targets)
         progress.step += 1
         progress.samples += config.data.global_batch_size
         self.tracker.advance()
@@ -123,14 +134,14 @@ class Trainer:
             self.end_startup()
         is_last = progress.step == self.total_steps
         if is_last or is_due(progress.step, config.train.log_every):
-            self.log(loss, norm, lr)
+            self.log(losses, norm, lr)
         # Evaluation first: the checkpoint then records whether it is the best.
         if is_last or is_due(progress.step, config.train.eval_every):
             self.evaluate()
         if is_last or is_due(progress.step, config.checkpoint.every_steps):
             self.save()
 
-    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    def step(self, inputs: Any, targets: Any) -> tuple[dict[str, Tensor], Tensor | None]:
         """Take one optimizer step, without waiting for the device.
 
         Args:
@@ -138,11 +149,11 @@ class Trainer:
             targets: Its targets.
 
         Returns:
-            This rank's part of the mean loss, and the norm of the gradient (None unless it is clipped).
+            This rank's part of each mean loss, and the norm of the gradient (None unless it is clipped).
         """
         device, clip = self.process.device, self.config.train.clip_grad_norm
-        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-        loss = self.parallel.forward_backward(inputs, targets, self.scaler)
+        inputs, targets = to_device(inputs, device), to_device(targets, device)
+        losses = self.parallel.forward_backward(inputs, targets, self.scaler)
         norm = None
         if clip is not None:
             self.scaler.unscale_(self.optimizer)  # Otherwise the scaled gradient would be clipped.
@@ -151,7 +162,7 @@ class Trainer:
         self.scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return loss, norm
+        return losses, norm
 
     def end_startup(self) -> None:
         """Print the time until the end of the first step, and shorten the wait for other ranks from now on."""
@@ -159,24 +170,18 @@ class Trainer:
             torch.accelerator.synchronize()
         self.tracker.print(f"first step done {time.perf_counter() - STARTED:.1f} s after the start")
         runtime.set_timeout(self.config.distributed.timeout_seconds)
-        self.start_clock()
+        self.throughput.start(self.progress.step)
 
-    def start_clock(self) -> None:
-        """Start measuring throughput."""
-        self.clock, self.clock_step = time.perf_counter(), self.progress.step
-
-    def log(self, loss: Tensor, norm: Tensor | None, lr: float) -> None:
+    def log(self, losses: dict[str, Tensor], norm: Tensor | None, lr: float) -> None:
         """Log the last step; only here does the loop wait for the device."""
-        dist.all_reduce(loss)
+        values = torch.stack(list(losses.values()))
+        dist.all_reduce(values)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
-        record |= {"loss": loss.item(), "lr": lr}
+        record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr}
         if norm is not None:
             record["grad_norm"] = norm.item()
-        steps, seconds = self.progress.step - self.clock_step, time.perf_counter() - self.clock
-        if steps:
-            record["samples_per_second"] = round(steps * self.config.data.global_batch_size / seconds, 1)
-        self.tracker.log(record)
-        self.start_clock()
+        self.tracker.log(record | self.throughput.measure(self.progress.step))
+        self.throughput.start(self.progress.step)
 
     def evaluate(self) -> None:
         """Evaluate on the test set, and save the model if it is the best so far."""
@@ -184,12 +189,13 @@ class Trainer:
         progress.evaluation_due = True  # Until it is done, because a stop signal may interrupt it.
         record = self.evaluator()
         progress.evaluation_due = False
+        self.evaluated_step = progress.step
         self.tracker.log({"event": "eval", "step": progress.step, "split": "test", **record})
         value, sign = record[dataset.BEST_METRIC], 1 if dataset.HIGHER_IS_BETTER else -1
         if progress.best_value is None or sign * value > sign * progress.best_value:
             progress.best_step, progress.best_value = progress.step, value
             self.save()
-        self.start_clock()
+        self.throughput.start(self.progress.step)
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless one exists."""
@@ -197,32 +203,9 @@ class Trainer:
             self.parallel.average_buffers()
             self.checkpointer.save(self.progress)
             self.saved_step = self.progress.step
-        self.start_clock()
+        self.throughput.start(self.progress.step)
 
 
 def is_due(step: int, every: int | None) -> bool:
     """Return whether something that is done every ``every`` steps (None: never) is due after ``step``."""
     return every is not None and step % every == 0
-
-
-def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build a fused AdamW with weight decay on matrices and kernels, but not on biases and normalization weights."""
-    parameters = list(module.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, planned_steps: int) -> LambdaLR:
-    """Build a linear warm-up to the peak, followed by half a cosine down to ``min_lr_ratio`` of it."""
-    end = config.decay_steps or planned_steps
-
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
-        return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2
-
-    return LambdaLR(optimizer, factor)

@@ -10,4 +10,5 @@ This room knows modules, optimizers and the process group; it does not know how 
 
 from .checkpointer import Checkpointer, Progress
 from .convert import convert
-from .loading import load, read_on_main
+from .loading import load_model, read_on_main
+from .weights import load_weights

@@ -1,10 +1,12 @@
-"""Saving and restoring a run. This is what a full checkpoint holds, as ``torch.load`` returns it:
+"""Saving and restoring a run, and whatever is registered with it. This is what a full checkpoint holds, as
+``torch.load`` returns it:
 
 {"model": {"head.linear.weight": tensor, ...},                       a plain state dict
  "optimizer": {"head.linear.weight": {"exp_avg": ...}, ...},         keyed by parameter
  "param_groups": [...], "scheduler": {...}, "scaler": {...},
  "progress": {"step": 440, "epoch": 20, ...},
  "rng": [...],                                                       one state per rank
+ "tensors": [...], "ranks": [...],                                   names of what else is registered, by kind
  "config": {...}, "format": 1}
 """
 
@@ -15,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,9 @@ from ..launch import list_checkpoints
 from ..runtime import Process, get_rng_state, on_main, remove, set_rng_state, write_atomically
 from . import sharded
 from .loading import FORMAT, DamagedCheckpointError, load, read_on_main
-from .state_dict import flat_state_dict, gather_full_tensors, unflatten
+from .state_dict import drop_missing_state, flat_state_dict, gather_full_tensors, unflatten
+
+RESERVED = ("param_groups", "progress", "rng", "tensors", "ranks", "config", "format", "metadata", "checksums", "names")
 
 
 @dataclass
@@ -42,27 +46,42 @@ class Progress:
 
 
 class Checkpointer:
-    """Saves and restores one run; its methods are collectives.
-
-    ``stateful`` are other objects with ``state_dict`` and ``load_state_dict`` (scheduler, scaler) by name; ``settings``
-    are all settings of the run, which go into each checkpoint.
-    """
+    """Saves and restores one run: its module, its settings and what is registered. Its methods are collectives."""
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        stateful: Mapping[str, Any],
         settings: Mapping[str, Mapping[str, Any]],
         run_dir: Path,
         config: CheckpointConfig,
         process: Process,
     ) -> None:
-        self.module, self.optimizer, self.stateful = module, optimizer, stateful
-        self.settings, self.run_dir, self.config, self.process = settings, run_dir, config, process
+        self.module, self.settings, self.run_dir, self.config, self.process = module, settings, run_dir, config, process
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.stateful: dict[str, dict[str, Any]] = {"run": {}, "rank": {}, "tensors": {}}
         self.pending: tuple[Future[Any], Path] | None = None
         # Sharded saves exchange messages in a thread while training does, so they need their own group.
         self.group: Any = dist.new_group(backend="gloo") if config.format == "sharded" else None
+
+    def register(self, name: str, stateful: Any, kind: Literal["run", "rank", "tensors"] = "run") -> None:
+        """Save and restore ``stateful``, which has ``state_dict`` and ``load_state_dict``, under ``name``.
+
+        An optimizer is saved by the names of its parameters, together with the others. Anything else is of a kind:
+
+            run        the same on all ranks, such as a scheduler; rank 0's is saved
+            rank       each rank's own, such as a buffer of samples; restored if the world size is the same
+            tensors    ``state_dict`` returns tensors named like the parameters that this rank holds, such as their
+                       average; they are sharded, gathered and converted as those are, and restored in place
+
+        Its state consists of tensors and built-in types, because loading runs no code.
+        """
+        names = {"model", "optimizer", *RESERVED, *(name for kind in self.stateful.values() for name in kind)}
+        if isinstance(stateful, torch.optim.Optimizer):
+            self.optimizers.append(stateful)
+        elif name in names or "." in name:
+            raise ValueError(f"{name!r} is not a free name for state in checkpoints")
+        else:
+            self.stateful[kind][name] = stateful
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +109,7 @@ class Checkpointer:
         Raises UserError on every rank if this or the previous save could not be written.
         """
         self.wait()
-        tensors = flat_state_dict(self.module, self.optimizer)
+        tensors = self.state()
         header = self.build_header(progress)
         path = self.run_dir / "checkpoints" / f"step-{progress.step:08d}.pt"
         clean_up = partial(prune, self.run_dir, self.config.keep, progress.best_step)
@@ -110,14 +129,26 @@ class Checkpointer:
 
         on_main(write)
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all tensors that this rank holds, by name."""
+        named = {name: each.state_dict() for name, each in self.stateful["tensors"].items()}
+        return flat_state_dict(self.module, self.optimizers, named)
+
     def build_header(self, progress: Progress) -> dict[str, Any]:
         """Return everything in a checkpoint except its tensors, complete only on rank 0; a collective."""
-        rng: list[Any] | None = [None] * self.process.world_size if self.process.is_main else None
-        dist.gather_object(get_rng_state(self.process.device), rng)
-        header = {name: each.state_dict() for name, each in self.stateful.items()}
-        header["param_groups"] = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        header.update(format=FORMAT, progress=asdict(progress), rng=rng, config=self.settings)
+        own = {name: each.state_dict() for name, each in self.stateful["rank"].items()}
+        ranks: list[Any] | None = [{}] * self.process.world_size if self.process.is_main else None
+        dist.gather_object(own | {"rng": get_rng_state(self.process.device)}, ranks)
+        header = {name: each.state_dict() for name, each in self.stateful["run"].items()}
+        header |= {name: [state.get(name) for state in ranks or []] for name in ("rng", *own)}
+        header.update(tensors=list(self.stateful["tensors"]), ranks=list(own))
+        header["param_groups"] = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups()]
+        header.update(format=FORMAT, progress=asdict(progress), config=self.settings)
         return copy.deepcopy(header)  # It may be written after the next steps.
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def restore(self, candidates: Sequence[Path]) -> Progress:
         """Resume from the first of ``candidates`` that can be read; start fresh if there are none.
@@ -128,7 +159,10 @@ class Checkpointer:
             try:
                 header, state = read_on_main(path)
                 self.check_model(header)
-                load(path, header, state, self.module, self.process.device, self.optimizer)
+                self.check_registered(header, path)
+                tensors = self.state()
+                drop_missing_state(tensors, header["names"], self.module, self.optimizers)
+                load(path, header, state, tensors, self.process.device)
                 return self.restore_header(header)
             except DamagedCheckpointError as error:
                 if path == candidates[-1]:
@@ -141,19 +175,32 @@ class Checkpointer:
         """Reject the checkpoint of another model."""
         saved = header["config"]["model"]
         for key, wanted in self.settings["model"].items():
-            if saved.get(key) != wanted:
+            if not key.startswith("weights") and saved.get(key) != wanted:
                 raise UserError(
                     f"the checkpoint's model has model.{key} = {saved.get(key)}, this run's has {wanted}; give the "
                     "same, or another run.dir"
                 )
 
+    def check_registered(self, header: Mapping[str, Any], path: Path) -> None:
+        """Reject a checkpoint without the state that is registered, or with other parameter groups."""
+        remedy = f"start another run.dir from its weights: --model.weights {path}"
+        kinds = {"run": header.keys(), "rank": header["ranks"], "tensors": header["tensors"]}
+        missing = [name for kind, saved in kinds.items() for name in self.stateful[kind] if name not in saved]
+        if missing:
+            raise UserError(f"{path} lacks the state of {', '.join(missing)}, which is registered now; {remedy}")
+        saved_groups, groups = len(header["param_groups"]), len(self.param_groups())
+        if saved_groups != groups:
+            raise UserError(f"{path} has {saved_groups} parameter groups, and the optimizers have {groups}; {remedy}")
+
     def restore_header(self, header: Mapping[str, Any]) -> Progress:
         """Restore what ``build_header`` returned."""
-        for group, options in zip(self.optimizer.param_groups, header["param_groups"], strict=True):
+        for group, options in zip(self.param_groups(), header["param_groups"], strict=True):
             group.update(options)
-        for name, each in self.stateful.items():
+        for name, each in self.stateful["run"].items():
             each.load_state_dict(header[name])
         if len(header["rng"]) == self.process.world_size:
+            for name, each in self.stateful["rank"].items():
+                each.load_state_dict(header[name][self.process.rank])
             set_rng_state(header["rng"][self.process.rank], self.process.device)
         return Progress(**header["progress"])
 

@@ -8,7 +8,7 @@ from ..config import UserError
 from ..runtime import write_atomically
 from . import sharded
 from .loading import read
-from .state_dict import flatten, unflatten
+from .state_dict import flatten, list_parts, unflatten
 
 
 def convert(source: Path, output: Path) -> None:
@@ -30,7 +30,7 @@ def convert(source: Path, output: Path) -> None:
             header = {name: part for name, part in content.items() if name not in ("metadata", "checksums")}
             write_atomically(output, lambda file: torch.save(state | header, file))
         else:
-            header = {name: part for name, part in content.items() if name not in ("model", "optimizer")}
+            header = {name: part for name, part in content.items() if name not in list_parts(content)}
             sharded.save_in_one_process(output, header, flatten(content))
     except OSError as error:
         raise UserError(str(error)) from None

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..runtime import on_main
 from . import sharded
 from .sharded import DamagedCheckpointError
-from .state_dict import broadcast_full_tensors, drop_missing_state, flat_state_dict, flatten
+from .state_dict import broadcast_full_tensors, flatten, list_parts
 
 # Written to each checkpoint; one with another format is rejected.
-FORMAT = 1
+FORMAT = 2
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def read_on_main(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     def read_header() -> dict[str, Any]:
         content.update(read(path))
-        header = {name: part for name, part in content.items() if name not in ("model", "optimizer")}
+        header = {name: part for name, part in content.items() if name not in list_parts(content)}
         names = getattr(header["metadata"], "state_dict_metadata", ()) if "metadata" in header else flatten(content)
         return header | {"names": list(names)}
 
@@ -66,20 +66,32 @@ def load(
     path: Path,
     header: Mapping[str, Any],
     state: Mapping[str, Any],
-    module: nn.Module,
+    tensors: dict[str, Tensor],
     device: torch.device,
-    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Load a checkpoint into this rank's part of a model and, if given, its optimizer; a collective.
+    """Load a checkpoint into ``tensors``, which this rank holds, by name; a collective.
 
     ``header`` and ``state`` are what ``read_on_main`` returned; from a folder, each rank reads its part itself. Rejects
     the checkpoint of another model, on every rank.
     """
-    tensors = flat_state_dict(module, optimizer)
-    if optimizer is not None:
-        drop_missing_state(tensors, header["names"], module, optimizer)
     if "metadata" in header:
         sharded.load(path, header, tensors)
     else:
-        wanted = state if optimizer is not None else {"model": state.get("model", {})}
-        broadcast_full_tensors(flatten(wanted), tensors, device)
+        parts = {name.partition(".")[0] for name in tensors}
+        full = {name: tensor for name, tensor in flatten(state).items() if name.partition(".")[0] in parts}
+        broadcast_full_tensors(full, tensors, device)
+
+
+def load_model(
+    path: Path,
+    header: Mapping[str, Any],
+    state: Mapping[str, Any],
+    module: nn.Module,
+    device: torch.device,
+    part: str = "model",
+) -> None:
+    """Load the weights of a checkpoint, as ``load`` does; ``part`` names tensors to load in place of the weights."""
+    tensors = {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
+    if part != "model":  # For example, an average of the parameters, but not of the buffers.
+        tensors = {name: tensor for name, tensor in tensors.items() if name in header["names"]}
+    load(path, header, state, tensors, device)

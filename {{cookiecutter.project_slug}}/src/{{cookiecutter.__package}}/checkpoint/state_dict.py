@@ -1,11 +1,12 @@
 """The state of model and optimizer as one flat dictionary, gathered to rank 0 and broadcast from there.
 
-    model.head.linear.weight                  optimizer.head.linear.weight.exp_avg
+    model.head.linear.weight        optimizer.head.linear.weight.exp_avg        average.head.linear.weight
 
 A tensor may be whole on every rank, a shard on each (DTensor), or on some ranks only; its name is the same on all.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,10 +19,16 @@ from ..config import UserError
 from ..runtime import all_gather_object
 
 
-def flat_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """Return the tensors that this rank holds, by name; they are not copies."""
+def flat_state_dict(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    named: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Return the tensors that this rank holds, by name, and the parts in ``named``; they are not copies."""
     tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items()}
-    if optimizer is not None:
+    for part, of_part in named.items():
+        tensors |= {f"{part}.{name}": tensor for name, tensor in of_part.items()}
+    for optimizer in optimizers:
         # This creates the state of an optimizer that has taken no step yet, so that it can be filled.
         state: Any = get_optimizer_state_dict(module, optimizer)["state"]
         tensors |= {f"optimizer.{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
@@ -29,16 +36,20 @@ def flat_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def drop_missing_state(
-    tensors: dict[str, Tensor], saved: Collection[str], module: nn.Module, optimizer: torch.optim.Optimizer
+    tensors: dict[str, Tensor],
+    saved: Collection[str],
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Delete the optimizer state of parameters that have none in a checkpoint: they had no gradient when it was saved.
 
-    Their entries are removed from ``tensors``, and from the optimizer; ``saved`` are the names in the checkpoint.
+    Their entries are removed from ``tensors``, and from the optimizers; ``saved`` are the names in the checkpoint.
     """
     with_state = {name.rpartition(".")[0] for name in saved}
     for name, parameter in module.named_parameters():
         if f"optimizer.{name}" not in with_state:
-            optimizer.state.pop(parameter, None)
+            for optimizer in optimizers:
+                optimizer.state.pop(parameter, None)
             for key in [key for key in tensors if key.rpartition(".")[0] == f"optimizer.{name}"]:
                 del tensors[key]
 
@@ -93,21 +104,29 @@ def broadcast_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Ten
 
 def unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the stored form of a flat state: ``model`` is a plain state dict, ``optimizer`` is keyed by parameter."""
-    model: dict[str, Tensor] = {}
-    optimizer: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, Any] = {"model": {}, "optimizer": {}}
     for path, tensor in tensors.items():
         part, name = path.split(".", maxsplit=1)
-        if part == "model":
-            model[name] = tensor
-        else:
+        if part == "optimizer":
             parameter, key = name.rsplit(".", maxsplit=1)
-            optimizer.setdefault(parameter, {})[key] = tensor
-    return {"model": model, "optimizer": optimizer}
+            state[part].setdefault(parameter, {})[key] = tensor
+        else:
+            state.setdefault(part, {})[name] = tensor
+    return state
+
+
+def list_parts(content: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a checkpoint's content that hold tensors by name."""
+    return ["model", "optimizer", *content["tensors"]]
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the flat form of a stored state; the inverse of ``unflatten``."""
-    tensors = {f"model.{name}": tensor for name, tensor in state.get("model", {}).items()}
-    for name, entry in state.get("optimizer", {}).items():
-        tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in entry.items()}
+    tensors: dict[str, Tensor] = {}
+    for part in list_parts(state) if state else ():
+        for name, entry in state[part].items():
+            if part == "optimizer":
+                tensors |= {f"{part}.{name}.{key}": tensor for key, tensor in entry.items()}
+            else:
+                tensors[f"{part}.{name}"] = entry
     return tensors

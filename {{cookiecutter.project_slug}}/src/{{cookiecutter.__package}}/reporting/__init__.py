@@ -4,5 +4,6 @@ It receives records, file names and a trainer to measure, and does not know the 
 """
 
 from .benchmark import benchmark
+from .metrics import Throughput, append_record
 from .provenance import write_provenance
 from .tracker import Tracker

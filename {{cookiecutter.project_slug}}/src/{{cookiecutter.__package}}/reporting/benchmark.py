@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..runtime import Process, all_gather_object, on_main
 #:: if cookiecutter.__has_stages ::#
@@ -88,14 +87,14 @@ def benchmark(build_trainer: Callable[[], Any], process: Process, global_batch_s
     on_main(lambda: print(json.dumps(record)))
 
 
-def endless_batches(trainer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def endless_batches(trainer: Any) -> Iterator[Any]:
     """Yield this rank's share of one global batch after another, epoch after epoch."""
     for epoch in itertools.count():
         trainer.sampler.set_epoch(epoch)
         yield from trainer.loader
 
 
-def run(trainer: Any, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
+def run(trainer: Any, batches: Iterator[Any], steps: int) -> None:
     """Take ``steps`` optimizer steps."""
     for inputs, targets in itertools.islice(batches, steps):
         trainer.step(inputs, targets)

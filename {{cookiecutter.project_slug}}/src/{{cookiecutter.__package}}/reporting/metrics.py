@@ -1,6 +1,7 @@
 """``metrics.jsonl``: reading it, truncating it when a run resumes, drawing its curves."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,30 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
             axes.legend()
         axes.set_xlabel("step")
     figure.savefig(image, dpi=150)
+
+
+class Throughput:
+    """Counts the samples per second between two log records, without evaluation and saving."""
+
+    def __init__(self, samples_per_step: int) -> None:
+        self.samples_per_step, self.clock, self.step = samples_per_step, 0.0, 0
+
+    def start(self, step: int) -> None:
+        """Start counting after ``step``."""
+        self.clock, self.step = time.perf_counter(), step
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Return ``samples_per_second``, or nothing if no step was taken, and start again."""
+        samples, seconds = (step - self.step) * self.samples_per_step, time.perf_counter() - self.clock
+        self.start(step)
+        return {"samples_per_second": round(samples / seconds, 1)} if samples else {}
+
+
+def append_record(record: dict[str, Any], run_dir: str) -> None:
+    """Print a record as one line of JSON; if a run directory is given, also append it to its metrics."""
+    line = json.dumps(record)
+    print(line)
+    if run_dir:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        with open(Path(run_dir) / "metrics.jsonl", "a", encoding="utf-8") as metrics:
+            metrics.write(line + "\n")

@@ -1,3 +1,23 @@
+"""Models that are split between the blocks of a sequence."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from torch import nn
+
+from ..config import UserError
+
+
+def check_sequence(model: nn.Module) -> nn.Sequential:
+    """Return ``model`` if it is a sequence of blocks; reject any other."""
+    if not isinstance(model, nn.Sequential):
+        raise UserError(
+            "{{ cookiecutter.parallelism }} splits a sequence of blocks, but build_model in model.py returns a "
+            f"{type(model).__name__}; return an nn.Sequential whose blocks each take and return one tensor"
+        )
+    return model
+
+
 def balance(weights: Sequence[int], parts: int) -> list[int]:
     """Split a sequence of blocks into ``parts`` contiguous groups so that the heaviest group is as light as possible.
 

@@ -1,0 +1,51 @@
+"""The optimizer, its parameter groups and its schedule."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from .config import OptimConfig
+
+# Options for parameters by name: the first pattern that is found in a parameter's name selects its group, for example
+# (r"^stem\.", {"lr": 1e-4, "weight_decay": 0.0}). A learning rate is the peak of the group's schedule.
+PATTERNS: list[tuple[str, dict[str, float]]] = []
+
+
+def build_optimizer(module: nn.Module, config: OptimConfig, register: Callable[..., None]) -> torch.optim.Optimizer:
+    """Build a fused AdamW, and register what it and its like have to save (``Checkpointer.register``)."""
+    groups = group_parameters(module, config)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    register("optimizer", optimizer)
+    return optimizer
+
+
+def group_parameters(module: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Return a group for each pattern, then one of matrices and kernels, and one of vectors, without weight decay.
+
+    A group may be empty: each rank has the same groups, whichever part of the model it holds.
+    """
+    options = [*(found for _, found in PATTERNS), {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [], **of_group} for of_group in options]
+    for name, parameter in module.named_parameters():
+        matches = (i for i, (pattern, _) in enumerate(PATTERNS) if re.search(pattern, name))
+        # Biases and the weights of normalization layers are vectors.
+        groups[next(matches, -2 if parameter.dim() > 1 else -1)]["params"].append(parameter)
+    return groups
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, planned_steps: int) -> LambdaLR:
+    """Build a linear warm-up to the peak, followed by half a cosine down to ``min_lr_ratio`` of it."""
+    end = config.decay_steps or planned_steps
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2
+
+    return LambdaLR(optimizer, factor)

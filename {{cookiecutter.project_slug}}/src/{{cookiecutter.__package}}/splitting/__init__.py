@@ -1,0 +1,17 @@
+"""Splitting the work without changing the result: samples, batches, losses and blocks of any kind.
+
+    dataset[7] in epoch 2     the same for any rank and loader process: torch, random and NumPy are seeded with it
+    sum and weight of a loss  the mean over the global batch, for any number of parts
+
+This room knows tensors, modules and datasets in general; it does not know this project's, nor the loop.
+"""
+
+from .blocks import prepare_blocks
+from .gather import gather_global_batch, set_shares
+from .losses import GlobalMean, Loss, Weight, read_loss
+from .nested import split_batch, to_device, unpack
+from .seeding import Key, SeededDataset
+#:: if cookiecutter.__cuts_blocks ::#
+from .sequence import balance, check_sequence
+#:: endif ::#
+from .streams import InStep, Stream, count_steps

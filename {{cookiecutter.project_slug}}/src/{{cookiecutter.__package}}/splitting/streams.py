@@ -1,0 +1,155 @@
+"""Streams: how an ``IterableDataset`` is split over ranks and loader processes, and where all of them end.
+
+    sample of the stream     0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13       global batch of 4, 2 ranks,
+    rank, loader process     0a 1a 0a 1a| 0b 1b 0b 1b | 0a 1a 0a 1a | dropped     2 loader processes each: a, b
+
+Every process reads the whole stream and keeps its share, so that the batches are the same for any split. A dataset with
+a method ``shard(num_shards, index)``, as Hugging Face's have, is split by it instead: each process then reads only its
+part, but what a batch contains depends on the number of processes, and parts may end at different steps.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..config import OptimConfig, TrainConfig, UserError
+from .seeding import restored_generators, seed_generators
+
+
+class Stream(IterableDataset[Any]):
+    """This rank's share of a stream as collated batches, then None; incomplete global batches are dropped.
+
+    Args:
+        dataset: An ``IterableDataset``; its length need not be known.
+        collate_fn: Makes a batch of a list of samples.
+        dp_rank: The share of each global batch that this rank reads.
+        dp_size: Number of shares.
+        global_batch_size: Samples per step over all shares.
+        num_workers: Loader processes per rank.
+        seed: The run's seed; the generators are seeded with it, the epoch and the sample's number.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any],
+        dp_rank: int,
+        dp_size: int,
+        global_batch_size: int,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
+        self.dp_rank, self.dp_size, self.global_batch_size = dp_rank, dp_size, global_batch_size
+        self.is_sharded = hasattr(dataset, "shard")
+        # Parts may have different lengths, so the length of the whole says little.
+        has_length = hasattr(dataset, "__len__") and not self.is_sharded
+        self.steps_per_epoch = len(dataset) // global_batch_size if has_length else None
+        self.layout = {"dp_size": dp_size, "num_workers": num_workers}
+        self.saved_layout = self.layout
+        # Shared with loader processes, which live longer than an epoch.
+        self.position = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Set the epoch, and how many of its samples (over all ranks) have been consumed; rejects another layout."""
+        if self.is_sharded and start and self.saved_layout != self.layout:
+            saved = self.saved_layout
+            raise UserError(
+                f"the run stopped in the middle of a sharded stream that {saved['dp_size']} rank(s) with "
+                f"--data.num_workers {saved['num_workers']} were reading; resume with the same, or remove shard() from "
+                "the dataset"
+            )
+        self.position.copy_(torch.tensor([epoch, start]))
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the layout that a sharded stream's order depends on; the position itself is the run's progress."""
+        return self.layout
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore the layout with which the stream was read so far."""
+        self.saved_layout = state
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, start = self.position.tolist()
+        worker = get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        done = start // self.global_batch_size
+        turn = (number + done) % count  # The loader asks process 0 first: for the first batch that is not yet done.
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        if self.is_sharded:
+            shards, index = self.dp_size * count, self.dp_size * turn + self.dp_rank
+            part = self.dataset.shard(num_shards=shards, index=index)
+            size, own, skipped = self.global_batch_size // self.dp_size, slice(None), len(range(turn, done, count))
+            turn, count = 0, 1
+        else:
+            part, index, skipped = self.dataset, 0, done
+            size, own = self.global_batch_size, slice(self.dp_rank, None, self.dp_size)
+        batches = self.read_batches(part, (epoch, index), size)
+        for i, samples in enumerate(batches):
+            if i >= skipped and i % count == turn:
+                yield self.collate_fn(samples[own])
+        yield None
+
+    def read_batches(self, part: Any, key: tuple[int, int], size: int) -> Iterator[list[Any]]:
+        """Yield ``size`` consecutive samples at a time; each is drawn with generators of its own."""
+        ended = object()
+        with restored_generators():
+            seed_generators(self.seed, *key)
+            samples = iter(part)
+        for first in itertools.count(step=size):
+            batch = []
+            with restored_generators():
+                for number in range(first, first + size):
+                    seed_generators(self.seed, *key, number)
+                    batch.append(next(samples, ended))
+            if batch[-1] is ended:
+                return
+            yield batch
+
+
+class InStep:
+    """The batches of a loader, up to the first that a rank does not have: all ranks take the same number of steps."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        # A separate group on the CPU: its messages never mix with others, and wait for no device.
+        self.group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        if self.group is None:
+            yield from iter(partial(next, batches), None)
+            return
+        following = next(batches)
+        everyone = self.start_all_reduce(following)
+        while True:
+            everyone[1].wait()
+            if not everyone[0]:
+                return
+            batch, following = following, None if following is None else next(batches)
+            everyone = self.start_all_reduce(following)  # Read after the step, when the message has long arrived.
+            yield batch
+
+    def start_all_reduce(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        """Start the all-reduce of whether every rank has a batch."""
+        has_batch = torch.tensor(int(batch is not None))
+        return has_batch, dist.all_reduce(has_batch, dist.ReduceOp.MIN, self.group, async_op=True)
+
+
+def count_steps(steps_per_epoch: int | None, train: TrainConfig, optim: OptimConfig) -> tuple[int, int | None]:
+    """Return the steps that the schedule is planned for, and the steps to take; None if only the stream knows its end.
+
+    Rejects a stream without a length if no setting says how long the schedule is.
+    """
+    if steps_per_epoch is not None:
+        planned_steps = train.epochs * steps_per_epoch
+        return planned_steps, min(planned_steps, train.max_steps or planned_steps)
+    if train.max_steps is None and optim.decay_steps is None:
+        raise UserError("the training set is a stream without a length: set train.max_steps or optim.decay_steps")
+    return optim.decay_steps or train.max_steps or 0, train.max_steps
