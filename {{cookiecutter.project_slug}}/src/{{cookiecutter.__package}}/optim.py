@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from .config import OptimConfig
 
-# Options for parameters by name: the first pattern that is found in a parameter's name selects its group, for example
-# (r"^stem\.", {"lr": 1e-4, "weight_decay": 0.0}). A learning rate is the peak of the group's schedule.
+# Options by name: the first pattern found in a parameter's name applies, for example (r"^head\.", {"lr": 1e-2}).
 PATTERNS: list[tuple[str, dict[str, float]]] = []
 
 
@@ -25,10 +24,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig, register: Callable[.
 
 
 def group_parameters(module: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Return a group for each pattern, then one of matrices and kernels, and one of vectors, without weight decay.
-
-    A group may be empty: each rank has the same groups, whichever part of the model it holds.
-    """
+    """Return a group for each pattern, then one of matrices and kernels, and one of vectors, without weight decay."""
     options = [*(found for _, found in PATTERNS), {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
     groups: list[dict[str, Any]] = [{"params": [], **of_group} for of_group in options]
     for name, parameter in module.named_parameters():

@@ -39,10 +39,7 @@ def train(config: Config, process: Process) -> None:
 
 
 class Trainer:
-    """One run on one rank: its model, data, optimizer and progress.
-
-    ``weights`` is a file of weights to start from; without one, they are drawn at random.
-    """
+    """One run on one rank: its model, data, optimizer and progress; ``weights`` is a file of weights to start from."""
 
     def __init__(self, config: Config, process: Process, weights: str | None = None) -> None:
         self.config, self.process = config, process

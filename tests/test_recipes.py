@@ -1,0 +1,104 @@
+"""Each recipe of a rendered project's ``docs/``, applied as written, trains the same on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHOICES, Bake, run
+from recipes import apply
+from runs import alone, launch, losses, records, weights
+from test_experiments import TOLERANCE, assert_close, kill_after
+
+STEPS = "--train.max_steps 8 --train.log_every 1 --train.eval_every 4 --checkpoint.every_steps 2".split()
+CPU = ("--distributed.device", "cpu")
+NAMES = ["any_model", "contrastive", "ema", "finetune", "gan", "images", "stream", "table", "transformers"]
+# The files that only the GAN may change; `checkpoint/` and `parallel.py` stay as they are in all recipes.
+UNTOUCHED = re.compile(r"/(checkpoint/|parallel\.py)")
+
+
+def prepare(recipe: str, project: Path) -> None:
+    """Do what the recipe tells the reader to do before training: its shell commands that make data or weights."""
+    for block in re.findall(r"^```bash\n(.*?)^```", (project / "docs" / f"{recipe}.md").read_text(), re.M | re.S):
+        if "launch.sh" not in block and "pip install" not in block:
+            run("bash", "-euc", block.replace(".venv/bin/python", sys.executable), cwd=project)
+
+
+@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+@pytest.mark.parametrize("task", CHOICES["task"])
+def test_a_recipe_fits_the_project_and_its_tools(bake: Bake, parallelism: str, task: str) -> None:
+    shown = {path.stem for path in (bake("shown", parallelism=parallelism, task=task) / "docs").iterdir()}
+    assert shown == set(NAMES) or shown == set(NAMES) - {"any_model", "contrastive", "gan", "transformers"}
+    for recipe in sorted(shown):
+        project = bake(recipe, parallelism=parallelism, task=task)
+        edits = apply(project / "docs" / f"{recipe}.md", project)
+        for edit in edits:
+            assert not UNTOUCHED.search(edit.path) and (recipe == "gan" or not edit.path.endswith("/train.py")), (
+                edit.path
+            )
+        run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=project)
+        run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".", cwd=project)
+        run(sys.executable, "-m", "compileall", "-q", "src", "tests", cwd=project)
+
+
+def arguments(recipe: str, project: Path, folder: Path) -> list[str | Path]:
+    """Return the arguments with which the recipe trains, but for a few steps."""
+    text = (project / "docs" / f"{recipe}.md").read_text()
+    commands = re.findall(r"^scripts/launch\.sh train(.*)$", text, re.MULTILINE)
+    words = commands[-1].split() if commands else []
+    if "--run.dir" in words:
+        at = words.index("--run.dir")
+        del words[at : at + 2]
+    return [*words, *STEPS, *CPU, "--run.dir", folder]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_recipe_trains_resumes_and_evaluates_the_same(bake: Bake, tmp_path: Path, recipe: str) -> None:
+    project = bake()
+    if recipe == "finetune":
+        # The recipe starts from the weights of the shipped task.
+        text = (project / "docs/finetune.md").read_text()
+        weights_path = re.search(r"--model\.weights (\S+)", text)
+        assert weights_path is not None
+        saved = project / weights_path[1]
+        alone(project, "train", "--train.max_steps", "2", *CPU, "--run.dir", tmp_path / "pretrained")
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pretrained/checkpoints/step-00000002.pt").rename(saved)
+    apply(project / "docs" / f"{recipe}.md", project)
+    prepare(recipe, project)
+    train = {name: arguments(recipe, project, tmp_path / name) for name in ("one", "two", "killed", "moved")}
+    launch(project, "train", *train["one"], nproc=1)
+    launch(project, "train", *train["two"], nproc=2)
+    assert len(losses(tmp_path / "one")) == 8
+    assert_close(tmp_path / "two", tmp_path / "one")
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+
+    kill_after(5, project, tmp_path / "killed", *train["killed"][:-2])
+    launch(project, "train", *train["killed"], nproc=2)
+    ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "two")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    kill_after(5, project, tmp_path / "moved", *train["moved"][:-2])
+    launch(project, "train", *train["moved"], nproc=1)
+    assert_close(tmp_path / "moved", tmp_path / "one")
+
+    checkpoint = tmp_path / "two/checkpoints/step-00000008.pt"
+    printed = json.loads(alone(project, "evaluate", "--checkpoint", checkpoint, *CPU).stdout.splitlines()[-1])
+    assert_metrics(printed, records(tmp_path / "two", "eval")[-1])
+
+
+def assert_same_metrics(actual: Path, expected: Path) -> None:
+    """Assert that two runs evaluated the same samples and got the same metrics."""
+    for ours, theirs in zip(records(actual, "eval"), records(expected, "eval"), strict=True):
+        assert_metrics(ours, theirs)
+
+
+def assert_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == pytest.approx(value, rel=10 * TOLERANCE, abs=1e-6), name
