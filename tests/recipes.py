@@ -6,7 +6,7 @@
     In `src/my_experiment/evaluate.py`, replace:     some lines, by those in the block after "with:"
     Delete `tests/test_dataset.py`                   if the project has it
 
-Imports at the top of a block join those of the file; ``ruff`` sorts them, as ``make lint`` does.
+Imports at the top of a block join those of the file; ``ruff`` sorts and formats them, as ``make lint`` does.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def apply(recipe: Path, project: Path) -> list[Edit]:
     for path in re.findall(r"^Delete `([^`]+)`", text, re.MULTILINE):
         (project / path).unlink(missing_ok=True)
     # Imports that an edit no longer needs are removed, and new ones are sorted, as `make lint` does.
-    tidy = [sys.executable, "-m", "ruff", "check", "-q", "--fix", "--select", "I,F401", "."]
-    subprocess.run(tidy, cwd=project, check=True)
+    for words in (["check", "--fix", "--select", "I,F401"], ["format"]):
+        subprocess.run([sys.executable, "-m", "ruff", *words, "-q", "."], cwd=project, check=True)
     return edits
 
 

@@ -87,7 +87,7 @@ def test_rendered_files_pass_the_linter_and_the_formatter(baked: Bake, answers: 
         assert text.endswith("\n") and not text.endswith("\n\n"), name
         assert not re.search(r"[ \t]+$", text, re.MULTILINE), name
         if not name.endswith((".py", "LICENSE")):
-            prose = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+            prose = re.sub(r"^```python\n.*?^```", "code", text, flags=re.MULTILINE | re.DOTALL)
             assert "\n\n\n" not in prose, name
 
 

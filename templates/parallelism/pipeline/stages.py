@@ -6,7 +6,7 @@ stage      0     1     2     3                   rank 1: stages 1 and 3    rank 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import torch

@@ -25,7 +25,10 @@ class ModelConfig:
     norm: Literal["group", "batch"] = "group"
     """GroupNorm normalizes each sample by itself. BatchNorm normalizes over a rank's micro-batch, so its result depends
     on how the batch is split."""
-    #:: include "task/shared/weights.py" ::#
+    weights: str | None = None
+    """Weights to start a new run from: a checkpoint, a state_dict file or a .safetensors file."""
+    weights_except: list[str] = field(default_factory=list)
+    """Modules that keep their initial weights nevertheless, for example [head]."""
 
     def check(self) -> None:
         """Reject a width that is not a multiple of GroupNorm's groups."""

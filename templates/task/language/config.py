@@ -30,7 +30,10 @@ class ModelConfig:
     """Attention heads per block."""
     context: PositiveInt = 64
     """Bytes that the model sees at a time: the length of each sample."""
-    #:: include "task/shared/weights.py" ::#
+    weights: str | None = None
+    """Weights to start a new run from: a checkpoint, a state_dict file or a .safetensors file."""
+    weights_except: list[str] = field(default_factory=list)
+    """Modules that keep their initial weights nevertheless, for example [head]."""
 
     def check(self) -> None:
         """Reject a width that does not divide into the heads."""

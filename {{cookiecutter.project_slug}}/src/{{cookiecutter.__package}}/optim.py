@@ -25,7 +25,8 @@ def build_optimizer(module: nn.Module, config: OptimConfig, register: Callable[.
 
 def group_parameters(module: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Return a group for each pattern, then one of matrices and kernels, and one of vectors, without weight decay."""
-    options = [*(found for _, found in PATTERNS), {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
+    decay = {"weight_decay": config.weight_decay}
+    options = [*(decay | found for _, found in PATTERNS), decay, {"weight_decay": 0.0}]
     groups: list[dict[str, Any]] = [{"params": [], **of_group} for of_group in options]
     for name, parameter in module.named_parameters():
         matches = (i for i, (pattern, _) in enumerate(PATTERNS) if re.search(pattern, name))

@@ -58,7 +58,7 @@ class Checkpointer:
     ) -> None:
         self.module, self.settings, self.run_dir, self.config, self.process = module, settings, run_dir, config, process
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.stateful: dict[str, dict[str, Any]] = {"run": {}, "rank": {}, "tensors": {}}
+        self.stateful: dict[str, dict[str, Any]] = {kind: {} for kind in ("run", "rank", "tensors")}
         self.pending: tuple[Future[Any], Path] | None = None
         # Sharded saves exchange messages in a thread while training does, so they need their own group.
         self.group: Any = dist.new_group(backend="gloo") if config.format == "sharded" else None

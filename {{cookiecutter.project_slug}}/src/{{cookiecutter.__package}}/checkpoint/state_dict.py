@@ -104,7 +104,7 @@ def broadcast_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Ten
 
 def unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the stored form of a flat state: ``model`` is a plain state dict, ``optimizer`` is keyed by parameter."""
-    state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    state: dict[str, Any] = {part: {} for part in ("model", "optimizer")}
     for path, tensor in tensors.items():
         part, name = path.split(".", maxsplit=1)
         if part == "optimizer":
