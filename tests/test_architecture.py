@@ -52,7 +52,7 @@ def test_sizes(baked: Bake, parallelism: str, task: str) -> None:
     assert max(package.lines.values()) < 300
     assert {name: lines for name, lines in functions(package).items() if lines > 60} == {}
     top = sizes(package)[TOP]
-    assert len(top) <= 13 and sum(top) <= 1500
+    assert len(top) <= 12 and sum(top) <= 1500
 
 
 def test_size_of_the_default_package(baked: Bake) -> None:

@@ -151,7 +151,7 @@ from torch._dynamo.utils import counters
 torch.compile = partial(torch.compile, backend="eager")
 from my_experiment.config import Config
 from my_experiment.model import build_model
-from my_experiment.strategy import prepare_blocks
+from my_experiment.splitting import prepare_blocks
 config = Config()
 config.train.compile, config.train.activation_checkpointing = (word in sys.argv for word in ("compile", "checkpoint"))
 model = build_model(config.model)

@@ -63,7 +63,7 @@ def launch_failing_run(project: Path, *arguments: str | Path, nproc: int = 2, **
 def train_with_fault(project: Path, fault: str, nproc: int) -> str:
     """Train with a fault in step 4 of rank 1, check that one other rank reports it, and return the output."""
     planted = f"if progress.step == 3 and self.process.rank == 1:\n    {fault}"
-    plant(project, "train.py", "        loss, norm = self.step(inputs, targets)\n", planted)
+    plant(project, "train.py", "        losses, norm = self.step(inputs, targets)\n", planted)
     output = launch_failing_run(
         project, "train", *SHORT, *SHORT_TIMEOUT, "--run.dir", project / "run", nproc=nproc, STOP_SECONDS="8"
     )

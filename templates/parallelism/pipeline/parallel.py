@@ -20,8 +20,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from .config import Config
 from .launch import collective_timeout
 from .runtime import Process, all_gather_object
-from .splitting import check_sequence, prepare_blocks, split_batch, to_device
-from .stages import Stage, assign_stages, split_into_stages
+from .splitting import (
+    Stage,
+    assign_stages,
+    check_sequence,
+    prepare_blocks,
+    split_batch,
+    split_into_stages,
+    to_device,
+)
 from .strategy import LossFn, Strategy
 
 

@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from .config import ParallelConfig
-from .splitting import balance
+from ..config import ParallelConfig
+from .sequence import balance
 
 
 class Stage(nn.Module):

@@ -14,4 +14,7 @@ from .seeding import Key, SeededDataset
 #:: if cookiecutter.__cuts_blocks ::#
 from .sequence import balance, check_sequence
 #:: endif ::#
+#:: if cookiecutter.__has_stages ::#
+from .stages import Stage, assign_stages, split_into_stages
+#:: endif ::#
 from .streams import InStep, Stream, count_steps
