@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from safetensors.torch import save_file
-
 from runs import SHORT, alone, launch, losses, records, wait_until, weights
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 

@@ -19,14 +19,12 @@ from test_experiments import TOLERANCE, assert_close, kill_after
 STEPS = "--train.max_steps 8 --train.log_every 1 --train.eval_every 4 --checkpoint.every_steps 2".split()
 CPU = ("--distributed.device", "cpu")
 NAMES = ["any_model", "contrastive", "ema", "finetune", "gan", "images", "stream", "table", "transformers"]
-# Those that are trained here; the others were tried by hand, and join when their tests have been seen to pass.
-TRAINED = ["any_model", "contrastive", "table"]
 # The files that only the GAN may change; `checkpoint/` and `parallel.py` stay as they are in all recipes.
 UNTOUCHED = re.compile(r"/(checkpoint/|parallel\.py)")
 
 
 def prepare(recipe: str, project: Path) -> None:
-    """Do what the recipe tells the reader to do before training: its shell commands that make data or weights."""
+    """Do what the reader has to do before training: its shell commands that make data or weights."""
     for block in re.findall(r"^```bash\n(.*?)^```", (project / "docs" / f"{recipe}.md").read_text(), re.M | re.S):
         if "launch.sh" not in block and "pip install" not in block:
             run("bash", "-euc", block.replace(".venv/bin/python", sys.executable), cwd=project)
@@ -58,7 +56,7 @@ def arguments(recipe: str, project: Path, folder: Path) -> list[str | Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", TRAINED)
+@pytest.mark.parametrize("recipe", NAMES)
 def test_a_recipe_trains_resumes_and_evaluates_the_same(bake: Bake, tmp_path: Path, recipe: str) -> None:
     project = bake()
     if recipe == "finetune":

@@ -1,5 +1,6 @@
 """What the guarantees need from ``dataset.py`` and ``model.py``: each failure says in words what breaks them."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,12 @@ def test_a_sample_is_a_function_of_seed_epoch_and_index() -> None:
     config = settings()
     train_set, _ = dataset.build_datasets(config)
     if isinstance(train_set, IterableDataset):
-        reads = [next(iter(splitting.Stream(train_set, list, 0, 1, SAMPLES, 0, config.run.seed))) for _ in range(2)]
+        streams = [splitting.Stream(train_set, list, 0, 1, SAMPLES, 0, config.run.seed) for _ in range(2)]
+        reads = [copy.deepcopy(next(iter(stream))) for stream in streams]
     else:
         seeded, keys = splitting.SeededDataset(train_set, config.run.seed), [(3, index) for index in range(SAMPLES)]
-        reads = [seeded.__getitems__(keys), [*reversed(seeded.__getitems__(keys[::-1]))]]
+        first = copy.deepcopy(seeded.__getitems__(keys))  # A sample may be a view of what the next read changes.
+        reads = [first, [*reversed(seeded.__getitems__(keys[::-1]))]]
     assert same(*reads), (
         "the same samples differ when they are read again: a sample depends on global state, such as a counter, the "
         "time or a generator of its own; draw from torch, random or numpy.random, which are seeded for each sample"

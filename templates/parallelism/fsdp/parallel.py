@@ -20,9 +20,6 @@ from .runtime import Process
 from .splitting import prepare_blocks, split_batch
 from .strategy import LossFn, Strategy
 
-# The type in which blocks compute; shards stay in fp32, and gradients are averaged in fp32.
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Parallel(Strategy):
     """The model under FSDP2."""

@@ -86,7 +86,7 @@ class Parallel(Strategy):
         if scaler.is_enabled():
             # If one stage overflows, all have to skip the step: its NaN reaches every rank through the norm.
             self.gradients()[0] += self.gradient_norm() * 0
-        return self.finish_losses_of_all_stages()
+        return self.finish_losses()
 
     def predict(self, inputs: Any) -> Any:
         # In micro-batches, so that stages work at the same time; a rank with several stages would wait for itself.
@@ -140,8 +140,8 @@ class Parallel(Strategy):
         """Return one micro-batch's part of the mean loss over the global batch, times the scaler's factor."""
         return self.add_loss(outputs, self.targets[int(number)]) * self.loss_scale
 
-    def finish_losses_of_all_stages(self) -> dict[str, Tensor]:
-        """Return the losses, which are 0 on ranks without the last stage; correct the gradients of all stages."""
+    def finish_losses(self) -> dict[str, Tensor]:
+        # Ranks without the last stage know no loss, but have gradients to correct.
         if not self.loss_names:  # The first step: only ranks with the last stage know what loss_fn returns.
             everyone = all_gather_object((list(self.losses.sums), self.losses.weight is not None))
             self.loss_names, self.weight_varies = next(each for each in everyone if each[0])

@@ -23,7 +23,7 @@ from .runtime import Process, all_gather_object, on_main
 from .splitting import SeededDataset, to_device, unpack
 from .strategy import Strategy
 
-Metrics = dict[str, np.ndarray]  # Per sample: arrays of shape (samples,) by name.
+Metrics = dict[str, np.ndarray]  # Per sample: arrays by name, whose first dimension is the samples.
 Context = Callable[[], AbstractContextManager[None]]
 
 

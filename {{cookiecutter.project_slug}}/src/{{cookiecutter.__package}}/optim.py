@@ -1,4 +1,4 @@
-"""The optimizer, its parameter groups and its schedule."""
+"""The optimizer, its parameter groups and its schedule, and how many steps there are."""
 
 import math
 import re
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from .config import OptimConfig
+from .config import OptimConfig, TrainConfig, UserError
 
 # Options by name: the first pattern found in a parameter's name applies, for example (r"^head\.", {"lr": 1e-2}).
 PATTERNS: list[tuple[str, dict[str, float]]] = []
@@ -46,3 +46,16 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, plann
         return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2
 
     return LambdaLR(optimizer, factor)
+
+
+def count_steps(steps_per_epoch: int | None, train: TrainConfig, optim: OptimConfig) -> tuple[int, int | None]:
+    """Return the steps that the schedule is planned for, and the steps to take; None if only the stream knows its end.
+
+    Rejects a stream without a length if no setting says how long the schedule is.
+    """
+    if steps_per_epoch is not None:
+        planned_steps = train.epochs * steps_per_epoch
+        return planned_steps, min(planned_steps, train.max_steps or planned_steps)
+    if train.max_steps is None and optim.decay_steps is None:
+        raise UserError("the training set is a stream without a length: set train.max_steps or optim.decay_steps")
+    return optim.decay_steps or train.max_steps or 0, train.max_steps

@@ -17,11 +17,11 @@ from .data import build_train_loader
 from .evaluate import Evaluator
 from .launch import acquire_run_directory, is_restart
 from .model import build_model
-from .optim import build_optimizer, build_scheduler
+from .optim import build_optimizer, build_scheduler, count_steps
 from .parallel import Parallel
 from .reporting import Throughput, Tracker, write_provenance
 from .runtime import Process, Stopped, StopSignal, on_main, report_failures
-from .splitting import count_steps, to_device, unpack
+from .splitting import to_device, unpack
 
 
 def train(config: Config, process: Process) -> None:
@@ -178,7 +178,6 @@ class Trainer:
         if norm is not None:
             record["grad_norm"] = norm.item()
         self.tracker.log(record | self.throughput.measure(self.progress.step))
-        self.throughput.start(self.progress.step)
 
     def evaluate(self) -> None:
         """Evaluate on the test set, and save the model if it is the best so far."""

@@ -7,7 +7,7 @@
  "progress": {"step": 440, "epoch": 20, ...},
  "rng": [...],                                                       one state per rank
  "tensors": [...], "ranks": [...],                                   names of what else is registered, by kind
- "config": {...}, "format": 1}
+ "config": {...}, "format": 2}
 """
 
 import copy

@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
         raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {reason}") from None
-    parts = {"metadata", "checksums"} if is_folder else {"model", "optimizer"}
+    parts = {"tensors", "ranks", *(("metadata", "checksums") if is_folder else ("model", "optimizer"))}
     if not isinstance(content, dict) or content.get("format") != FORMAT or not parts <= content.keys():
         raise DamagedCheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
     return content
@@ -90,7 +90,7 @@ def load_model(
     device: torch.device,
     part: str = "model",
 ) -> None:
-    """Load the weights of a checkpoint, as ``load`` does; ``part`` names tensors to load in place of the weights."""
+    """Load the weights of a checkpoint, as ``load`` does, or what is registered as ``part``, such as their average."""
     tensors = {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
     if part != "model":  # For example, an average of the parameters, but not of the buffers.
         tensors = {name: tensor for name, tensor in tensors.items() if name in header["names"]}

@@ -91,11 +91,12 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads tensors from the locations in the header, and verifies their checksums."""
+    """Reads tensors from the locations in the header, and verifies the checksums, as one of ``world_size`` readers."""
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> None:
         super().__init__(path)
         self.folder, self.metadata, self.checksums = path, header["metadata"], header["checksums"]
+        self.rank, self.world_size = rank, world_size
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Return the index from the header, instead of loading DCP's pickle."""
@@ -103,8 +104,7 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Verify this rank's share of all checksums, and read what it needs."""
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        infos = [DCP_INDEX, *self.storage_data.values()][rank::world_size]
+        infos = [DCP_INDEX, *self.storage_data.values()][self.rank :: self.world_size]
         for key, checksum in compute_checksums(self.folder, infos).items():
             if self.checksums.get(key) != checksum:
                 raise DamagedCheckpointError(f"the checksum of {key[0]} is wrong at byte {key[1]}")
@@ -138,11 +138,12 @@ def load(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> N
         DamagedCheckpointError: on every rank, if one could not read its part, or found a wrong checksum.
     """
     with one_line_errors(f"{path} is not a readable checkpoint", DamagedCheckpointError):
-        state_dict_loader.load(tensors, storage_reader=Reader(path, header))
+        reader = Reader(path, header, dist.get_rank(), dist.get_world_size())
+        state_dict_loader.load(tensors, storage_reader=reader)
 
 
 def save_in_one_process(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write a folder without a process group."""
+    """Write a folder; not a collective."""
     writer = Writer(path, header)
     writer.make_folder()
     with one_line_errors(f"{path} could not be written", UserError):
@@ -150,7 +151,7 @@ def save_in_one_process(path: Path, header: Mapping[str, Any], tensors: dict[str
 
 
 def load_in_one_process(path: Path, header: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors of a folder, whole, without a process group.
+    """Return all tensors of a folder, whole; not a collective.
 
     Raises:
         DamagedCheckpointError: if they do not match the header, or are too large for this machine.
@@ -162,7 +163,8 @@ def load_in_one_process(path: Path, header: Mapping[str, Any]) -> dict[str, Tens
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {reason}") from None
-    load(path, header, tensors)
+    with one_line_errors(f"{path} is not a readable checkpoint", DamagedCheckpointError):
+        state_dict_loader.load(tensors, storage_reader=Reader(path, header), no_dist=True)
     return tensors
 
 

@@ -32,7 +32,7 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
         (left, "eval", "loss", "test loss"),
         (right, "eval", best_metric, f"test {best_metric}"),
     ):
-        points = [(record["step"], record[key]) for record in records if record["event"] == event]
+        points = [(record["step"], record[key]) for record in records if record["event"] == event and key in record]
         if points:
             axes.plot(*zip(*points, strict=True), label=label)
             axes.legend()

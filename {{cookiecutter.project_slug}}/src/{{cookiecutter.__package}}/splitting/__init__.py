@@ -17,4 +17,4 @@ from .sequence import balance, check_sequence
 #:: if cookiecutter.__has_stages ::#
 from .stages import Stage, assign_stages, split_into_stages
 #:: endif ::#
-from .streams import InStep, Stream, count_steps
+from .streams import InStep, Stream

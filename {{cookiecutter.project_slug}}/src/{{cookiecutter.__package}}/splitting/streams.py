@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..config import OptimConfig, TrainConfig, UserError
+from ..config import UserError
 from .seeding import restored_generators, seed_generators
 
 
@@ -78,23 +78,32 @@ class Stream(IterableDataset[Any]):
         epoch, start = self.position.tolist()
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        done = start // self.global_batch_size
-        turn = (number + done) % count  # The loader asks process 0 first: for the first batch that is not yet done.
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        if self.is_sharded:
-            shards, index = self.dp_size * count, self.dp_size * turn + self.dp_rank
-            part = self.dataset.shard(num_shards=shards, index=index)
-            size, own, skipped = self.global_batch_size // self.dp_size, slice(None), len(range(turn, done, count))
-            turn, count = 0, 1
-        else:
-            part, index, skipped = self.dataset, 0, done
-            size, own = self.global_batch_size, slice(self.dp_rank, None, self.dp_size)
-        batches = self.read_batches(part, (epoch, index), size)
-        for i, samples in enumerate(batches):
-            if i >= skipped and i % count == turn:
-                yield self.collate_fn(samples[own])
+        read = self.read_shard if self.is_sharded else self.read_share
+        for samples in read(epoch, start // self.global_batch_size, number, count):
+            yield self.collate_fn(samples)
         yield None
+
+    def read_share(self, epoch: int, done: int, number: int, count: int) -> Iterator[list[Any]]:
+        """Yield this rank's share of each global batch that is this process's, the ``number``-th of ``count``.
+
+        The loader asks its processes in turn, the first one for the first batch after those that are ``done``.
+        """
+        batches = self.read_batches(self.dataset, (epoch, 0), self.global_batch_size)
+        for samples in itertools.islice(batches, done + number, None, count):
+            yield samples[self.dp_rank :: self.dp_size]
+
+    def read_shard(self, epoch: int, done: int, number: int, count: int) -> Iterator[list[Any]]:
+        """Yield the batches of a part of the stream that only this process reads, without those that are ``done``.
+
+        The parts were assigned at the start of the epoch: after a resume, another process may be asked first.
+        """
+        turn = (number + done) % count
+        index = self.dp_size * turn + self.dp_rank
+        part = self.dataset.shard(num_shards=self.dp_size * count, index=index)
+        batches = self.read_batches(part, (epoch, index), self.global_batch_size // self.dp_size)
+        return itertools.islice(batches, len(range(turn, done, count)), None)
 
     def read_batches(self, part: Any, key: tuple[int, int], size: int) -> Iterator[list[Any]]:
         """Yield ``size`` consecutive samples at a time; each is drawn with generators of its own."""
@@ -140,16 +149,3 @@ class InStep:
         """Start the all-reduce of whether every rank has a batch."""
         has_batch = torch.tensor(int(batch is not None))
         return has_batch, dist.all_reduce(has_batch, dist.ReduceOp.MIN, self.group, async_op=True)
-
-
-def count_steps(steps_per_epoch: int | None, train: TrainConfig, optim: OptimConfig) -> tuple[int, int | None]:
-    """Return the steps that the schedule is planned for, and the steps to take; None if only the stream knows its end.
-
-    Rejects a stream without a length if no setting says how long the schedule is.
-    """
-    if steps_per_epoch is not None:
-        planned_steps = train.epochs * steps_per_epoch
-        return planned_steps, min(planned_steps, train.max_steps or planned_steps)
-    if train.max_steps is None and optim.decay_steps is None:
-        raise UserError("the training set is a stream without a length: set train.max_steps or optim.decay_steps")
-    return optim.decay_steps or train.max_steps or 0, train.max_steps
