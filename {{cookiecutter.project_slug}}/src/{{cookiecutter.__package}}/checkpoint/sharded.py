@@ -96,7 +96,7 @@ class Reader(FileSystemReader):
     def __init__(self, path: Path, header: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> None:
         super().__init__(path)
         self.folder, self.metadata, self.checksums = path, header["metadata"], header["checksums"]
-        self.rank, self.world_size = rank, world_size
+        self.share = slice(rank, None, world_size)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Return the index from the header, instead of loading DCP's pickle."""
@@ -104,7 +104,7 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Verify this rank's share of all checksums, and read what it needs."""
-        infos = [DCP_INDEX, *self.storage_data.values()][self.rank :: self.world_size]
+        infos = [DCP_INDEX, *self.storage_data.values()][self.share]
         for key, checksum in compute_checksums(self.folder, infos).items():
             if self.checksums.get(key) != checksum:
                 raise DamagedCheckpointError(f"the checksum of {key[0]} is wrong at byte {key[1]}")
