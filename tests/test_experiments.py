@@ -57,7 +57,8 @@ def collate_fn(samples):
     inputs, targets = default_collate(samples)
     for row in targets:
         row[1 + int(row[0]) * 7 % len(row) :] = -100
-    return {"bytes": inputs, "unused": (inputs,)}["bytes"], targets
+    longest = int((targets >= 0).sum(dim=1).max())
+    return inputs[:, :longest], targets[:, :longest]
 
 
 def loss_fn(outputs, targets):
@@ -155,7 +156,7 @@ def test_random_transforms_depend_on_seed_epoch_and_index_alone(bake: Bake, tmp_
 
 
 STREAM = """
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Stream(IterableDataset):
@@ -163,7 +164,9 @@ class Stream(IterableDataset):
         self.images, self.length = images, length
 
     def __iter__(self):
-        for index in range(self.length):
+        worker = get_worker_info()  # As many datasets do, it would divide itself among the loader processes.
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for index in range(first, self.length, step):
             image, label = self.images[index]
             yield image + 0.01 * torch.randn(image.shape), label
 """
@@ -231,6 +234,14 @@ def test_a_stream_ends_on_all_ranks_and_resumes_on_any_number(bake: Bake, tmp_pa
     kill_after(21, project, tmp_path / "moved", *STREAMED)
     launch(project, "train", *STREAMED, "--run.dir", tmp_path / "moved", nproc=4)
     assert_close(tmp_path / "moved", tmp_path / "one")
+
+    # The last evaluation was interrupted: it is repeated, although no step is left.
+    newest = tmp_path / "one/checkpoints/step-00000030.pt"
+    content = torch.load(newest, weights_only=True)
+    content["progress"]["evaluated_step"] = 0
+    torch.save(content, newest)
+    launch(project, "train", *STREAMED, "--run.dir", tmp_path / "one", nproc=1)
+    assert torch.load(newest, weights_only=True)["progress"]["evaluated_step"] == 30
 
 
 def test_a_stream_that_splits_itself_ends_together_and_stays_with_its_ranks(bake: Bake, tmp_path: Path) -> None:
@@ -373,6 +384,8 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(plain: Path, pretrained
     del content["extra.weight"]
     torch.save(content, file)
     alone(plain, "train", *arguments, "--model.weights_except", "[head]")
+    other = (*SHORT, "--model.weights", pretrained, "--run.dir", tmp_path / "run")
+    assert "did not start from model.weights" in alone(plain, "train", *other, expect=2).stderr
     refused = alone(
         plain, "train", *arguments, "--run.dir", tmp_path / "b", "--model.weights_except", "[hed]", expect=2
     )
@@ -385,6 +398,75 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(plain: Path, pretrained
         plain, "train", *SHORT, "--model.weights", tmp_path / "nowhere", "--run.dir", tmp_path / "d", expect=2
     )
     assert "no such file" in refused.stderr and not (tmp_path / "d").exists()
+
+
+# Weights of a model that uses one parameter twice: the file holds it once.
+TIED = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_model
+from torch import nn
+from my_experiment.checkpoint import load_weights
+from my_experiment.config import DistributedConfig
+from my_experiment.runtime import process_group
+one, other = (nn.ModuleDict({"embedding": nn.Linear(3, 3), "head": nn.Linear(3, 3)}) for _ in range(2))
+one.head.weight, other.head.weight = one.embedding.weight, other.embedding.weight
+save_model(one, sys.argv[1])
+with process_group(DistributedConfig(), devices_per_rank=1) as process:
+    load_weights(Path(sys.argv[1]), [], other, process.device)
+print(all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items()))
+"""
+
+
+def test_tied_weights_are_loaded(plain: Path, tmp_path: Path) -> None:
+    words = (sys.executable, "-c", TIED, tmp_path / "tied.safetensors")
+    assert run(*words, cwd=plain, PYTHONPATH="src").stdout.splitlines()[-1] == "True"
+
+
+# State that could be saved, but not restored: each is refused before it is lost.
+UNFIT = """
+import sys
+import numpy, torch
+from torch import nn
+from types import SimpleNamespace
+from my_experiment.checkpoint import Checkpointer, Progress
+from my_experiment.config import CheckpointConfig, DistributedConfig, UserError
+from my_experiment.runtime import process_group
+from pathlib import Path
+
+def stateful(make):
+    return SimpleNamespace(state_dict=make, load_state_dict=print)
+
+def attempt(action, *words, **options):
+    try:
+        action(*words, **options)
+    except (ValueError, UserError) as error:
+        print(error)
+
+with process_group(DistributedConfig(), devices_per_rank=1) as process:
+    module, tensor = nn.Linear(2, 2), torch.zeros(2)
+    checkpointer = Checkpointer(module, {"model": {"weights": None}}, Path(sys.argv[1]), CheckpointConfig(), process)
+    attempt(checkpointer.register, "kept", stateful(lambda: {"weight": tensor}), "tensors")
+    attempt(checkpointer.register, "cloned", stateful(lambda: {"weight": tensor.clone()}), "tensors")
+    attempt(checkpointer.register, "kept", stateful(dict))
+    checkpointer.register("buffer", stateful(lambda: {"samples": numpy.zeros(3)}), "rank")
+    checkpointer.restore([])
+    attempt(checkpointer.register, "late", stateful(dict))
+    attempt(checkpointer.save, Progress())
+"""
+
+
+def test_state_that_could_not_be_restored_is_refused(plain: Path, tmp_path: Path) -> None:
+    printed = run(sys.executable, "-c", UNFIT, tmp_path, cwd=plain, PYTHONPATH="src").stdout.splitlines()
+    expected = [
+        "'cloned' returns copies",
+        "'kept' is not a free name",
+        "'late' is registered too late",
+        "numpy.ndarray",
+    ]
+    assert len(printed) == len(expected)
+    assert all(words in line for words, line in zip(expected, printed, strict=True)), printed
 
 
 NO_SEQUENCE = """

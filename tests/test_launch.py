@@ -155,14 +155,14 @@ def test_an_interrupted_evaluation_is_repeated_after_resuming(bake: Bake, refere
     assert job.wait(TIMEOUT) != 0
     assert "stopped by SIGTERM after step 8" in (tmp_path / "log").read_text()
     saved = torch.load(folder / "checkpoints/step-00000008.pt", weights_only=True)
-    assert saved["progress"]["evaluation_due"] and not records(folder, "eval")
+    assert saved["progress"]["evaluated_step"] == 0 and not records(folder, "eval")
 
     dataset.write_text(source)
     assert start(project, *command, log=tmp_path / "log").wait(TIMEOUT) == 0
     assert losses(folder) == approximately(losses(reference))
     assert losses(folder, "eval") == approximately(losses(reference, "eval"))
     saved = torch.load(sorted((folder / "checkpoints").iterdir())[-1], weights_only=True)
-    assert not saved["progress"]["evaluation_due"]
+    assert saved["progress"]["evaluated_step"] == saved["progress"]["step"]
 
 
 # Makes an evaluation of 180 batches per rank take about a minute.

@@ -33,12 +33,11 @@ LOAD = """
 import os, signal
 import torch
 from my_experiment.config import Config
-from my_experiment.data import EvalSampler, build_loader
+from my_experiment.data import EvalSampler, build_loader, seed_dataset
 from my_experiment.dataset import build_datasets
-from my_experiment.splitting import SeededDataset
 config = Config()
 config.data.num_workers = 1
-dataset = SeededDataset(build_datasets(config)[1], seed=0)
+dataset = seed_dataset(build_datasets(config)[1], seed=0)
 batches = iter(build_loader(dataset, EvalSampler(len(dataset), 0, 1), 10, config.data, torch.device("cpu")))
 next(batches)
 for worker in batches._workers:

@@ -97,8 +97,8 @@ def settings(*words: str) -> Any:
     return module("config").from_dict(parsed)
 
 
-def global_batches(config: Any) -> tuple[int, Iterator[Any]]:
-    """Return the steps per epoch (0 if unknown), and the global batches, epoch after epoch, in this process."""
+def global_batches(config: Any) -> tuple[int | None, Iterator[Any]]:
+    """Return the steps per epoch (None if unknown), and all global batches, epoch after epoch, in this process."""
     data = module("data")
     train_set, _ = module("dataset").build_datasets(config)
     everything = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
@@ -109,7 +109,7 @@ def global_batches(config: Any) -> tuple[int, Iterator[Any]]:
             sampler.set_epoch(epoch)
             yield from loader
 
-    return sampler.steps_per_epoch or 0, batches()
+    return sampler.steps_per_epoch, batches()
 
 
 def read_records(run: Path, event: str) -> list[dict[str, Any]]:
@@ -142,7 +142,11 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     """Assert that each tensor differs by no more than ``TOLERANCE`` of its norm."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        assert (value - theirs[name]).norm() <= TOLERANCE * theirs[name].norm(), name
+        difference, size = float((value - theirs[name]).norm()), float(theirs[name].norm())
+        assert difference <= TOLERANCE * size, (
+            f"{name} differs by {difference:.1e} of {size:.1e}; if its gradient is nothing but rounding, as that of an "
+            "attention's key bias, AdamW makes full steps of it: raise optim.eps, or do without the parameter"
+        )
 
 
 def flip_bit(file: Path) -> None:

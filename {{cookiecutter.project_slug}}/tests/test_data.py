@@ -93,26 +93,83 @@ def test_a_stream_is_the_same_on_any_number_of_ranks(dp_size: int) -> None:
     assert read_stream(Stream(), dp_size, epoch=1) != whole
 
 
+def test_a_stream_resumes_with_another_batch_size() -> None:
+    assert [number for batch in read_stream(Stream(), 2, start=8) for number, *_ in batch] == list(range(8, 92))
+
+
+def add_random(samples: list[Any]) -> list[Any]:
+    """Collate samples as they are, and a random number."""
+    return [*samples, random.random()]
+
+
+def test_what_a_batch_draws_belongs_to_it() -> None:
+    seeded = splitting.SeededDataset(range(9), add_random, seed=1)
+    first = seeded.__getitems__([(0, 1), (0, 2)])
+    random.random()
+    assert seeded.__getitems__([(0, 1), (0, 2)]) == first
+    assert seeded.__getitems__([(0, 3), (0, 4)])[-1] != first[-1]
+    stream = splitting.Stream(Stream(), add_random, 0, 1, BATCH, 0, seed=0)
+    whole = list(stream)
+    stream.set_epoch(0, start=3 * BATCH)
+    assert list(stream) == whole[3:]
+
+
 def test_a_stream_that_splits_itself_resumes_only_with_the_same_ranks() -> None:
     whole = read_stream(ShardedStream(), 2)
     assert sorted(itertools.chain(*whole)) == list(range(LENGTH // BATCH * BATCH))
     assert read_stream(ShardedStream(), 2, start=3 * BATCH) == whole[3:]
     stream = splitting.Stream(ShardedStream(), list, 0, 1, BATCH, 0, seed=0)
-    stream.load_state_dict({"dp_size": 2, "num_workers": 0})
+    stream.load_state_dict({"dp_size": 2, "num_workers": 0, "global_batch_size": BATCH})
     stream.set_epoch(1)
     with pytest.raises(config.UserError, match="2 rank"):
         stream.set_epoch(1, start=BATCH)
 
 
 def test_batches_of_any_nesting_are_split() -> None:
-    batch = {"ids": torch.arange(6), "pair": (torch.ones(6, 2), [torch.zeros(6)]), "name": "a"}
+    batch = {"ids": torch.arange(6), "pair": (torch.ones(6, 2), [torch.zeros(6)]), "name": "a", "texts": list("uvwxyz")}
     pieces = splitting.split_batch(batch, 3)
+    assert [piece["texts"] for piece in pieces] == [["u", "v"], ["w", "x"], ["y", "z"]]
     assert [piece["ids"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]]
     assert [len(piece["pair"][1][0]) for piece in pieces] == [2, 2, 2] and pieces[1]["name"] == "a"
     with pytest.raises(config.UserError, match="first dimensions are"):
         splitting.split_batch((torch.ones(6), torch.ones(5)), 2)
     with pytest.raises(config.UserError, match="collate_fn"):
         splitting.unpack({"inputs": 1, "targets": 2})
+    with pytest.raises(config.UserError, match="holds a set"):
+        splitting.to_device((torch.ones(2), {3}), torch.device("cpu"))
+
+
+LOSS = torch.tensor(3.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (LOSS, "sum of the loss"),
+        ((LOSS.expand(4), 4), "loss that is no scalar"),
+        (({"loss": LOSS, "kl": 0.5}, 4), "kl that is no scalar"),
+        (({"kl": LOSS}, 4), "differentiate"),
+        (({"loss": LOSS, "lr": LOSS}, 4), "logged already"),
+        ((LOSS, 0), "above 0"),
+        ((LOSS, torch.ones(4)), "scalar tensor"),
+        ((LOSS, 5), "varies as a tensor"),
+        ((LOSS, torch.tensor(4)), "varies as a tensor"),
+        (({"loss": LOSS, "kl": LOSS}, 4), "name all of them"),
+    ],
+)
+def test_a_loss_that_cannot_be_averaged_is_rejected(result: Any, words: str) -> None:
+    mean = splitting.GlobalMean(8, 2, torch.device("cpu"))
+    assert mean.add((LOSS, 4)) == 3 / 8
+    with pytest.raises(config.UserError, match=words):
+        mean.add(result)
+
+
+def test_a_global_batch_has_the_same_rows_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = module("splitting.gather")
+    monkeypatch.setattr(gather, "_shares", gather.Shares(0, 1, None, 1, samples=4))
+    assert len(splitting.gather_global_batch(torch.ones(8, 2))[0]) == 8
+    with pytest.raises(config.UserError, match="3 rows for 4 samples"):
+        splitting.gather_global_batch(torch.ones(3, 2))
 
 
 class Batched:
@@ -128,10 +185,10 @@ class Batched:
 
 def test_a_dataset_that_gives_many_samples_is_asked_so_unless_it_draws() -> None:
     dataset, key = Batched(), [(2, 6), (2, 7), (2, 8)]
-    seeded = splitting.SeededDataset(dataset, seed=1)
+    seeded = splitting.SeededDataset(dataset, list, seed=1)
     assert seeded.__getitems__([(0, 3), (0, 4)]) == [3.0, 4.0] and dataset.asked == 2
     state = random.getstate()
-    alone = [splitting.SeededDataset(Batched(), seed=1).__getitems__([each])[0] for each in key]
+    alone = [splitting.SeededDataset(Batched(), list, seed=1).__getitems__([each])[0] for each in key]
     assert seeded.__getitems__(key) == alone and len(set(alone)) == 3
     assert random.getstate() == state, "reading samples changed the rank's own random numbers"
 

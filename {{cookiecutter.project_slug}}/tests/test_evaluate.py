@@ -19,8 +19,8 @@ def plain_metrics(run: Path) -> dict[str, Any]:
     _, test_set = dataset.build_datasets(config)
     model = build_model(config.model)
     model.load_state_dict(load_model(run))
-    seeded = module("splitting").SeededDataset(test_set, config.run.seed)
-    inputs, targets = dataset.collate_fn(seeded.__getitems__([(0, index) for index in range(len(test_set))]))
+    seeded = module("data").seed_dataset(test_set, config.run.seed)
+    inputs, targets = seeded.__getitems__([(0, index) for index in range(len(test_set))])
     with torch.no_grad():
         per_sample = dataset.per_sample_metrics(model.eval()(inputs), targets)
     metrics = dataset.aggregate_metrics({name: values.numpy() for name, values in per_sample.items()})

@@ -26,12 +26,13 @@ build_model, read_loss = module("model").build_model, module("splitting").read_l
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of a plain loop: one process, no launcher, no process group, nothing split."""
-    config = settings()
+    config = settings("--train.max_steps", str(STEPS))
     torch.manual_seed(config.run.seed)
     model = build_model(config.model)
     optimizer = optim.build_optimizer(model, config.optim, register=lambda *_: None)
     steps_per_epoch, batches = global_batches(config)
-    scheduler = optim.build_scheduler(optimizer, config.optim, config.train.epochs * steps_per_epoch)
+    planned_steps, _ = optim.count_steps(steps_per_epoch, config.train, config.optim)
+    scheduler = optim.build_scheduler(optimizer, config.optim, planned_steps)
     losses = []
     for inputs, targets in batches:
         losses_of_batch, weight = read_loss(dataset.loss_fn(model(inputs), targets))

@@ -78,9 +78,9 @@ def place_blocks(sequence: nn.Sequential, devices: Sequence[torch.device], split
             next(blocks).to(device).register_forward_pre_hook(partial(move_input, device))
 
 
-def move_input(device: torch.device, block: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def move_input(device: torch.device, block: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """Return the input of a block, moved to the block's device; a forward pre-hook."""
-    return (inputs[0].to(device),)
+    return to_device(inputs, device)
 
 
 #:: include "parallelism/shared/gradients.py" ::#

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.utils._pytree import tree_leaves
 
 from .config import Config
 from .launch import collective_timeout
-from .runtime import Process, all_gather_object
+from .runtime import Process
 from .splitting import (
     Stage,
     assign_stages,
@@ -55,14 +56,13 @@ class Parallel(Strategy):
         self.module = nn.Sequential(named_blocks).to(self.device)
         self.stages = {index: Stage(blocks, self.autocast) for index, blocks in own.items()}
 
-        # Built in the first step, when the shape of a micro-batch is known.
+        # Built for the shapes of a micro-batch; all ranks of a pipeline see the same ones.
         self.schedule: Any = None
+        self.shapes: list[torch.Size] = []
         self.scheduled_stages: list[PipelineStage] = []
         # In the current step, the targets of the micro-batches and the factor that scales their losses.
         self.targets: list[Any] = []
         self.loss_scale = torch.ones(())
-        self.loss_names: list[str] = []
-        self.weight_varies = False
         self.group_after_startup = self.pipeline
         if dist.get_backend(self.pipeline) == "gloo":
             # gloo cannot change the timeout of point-to-point messages, so a second group has the shorter timeout.
@@ -71,10 +71,11 @@ class Parallel(Strategy):
             self.group_after_startup, _ = dist.new_subgroups_by_enumeration(mesh.mesh.T.tolist(), timeout)
 
     def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        if self.schedule is None:
-            self.schedule = self.build_schedule(split_batch(inputs, self.microbatches)[0])
-        elif self.pipeline is not self.group_after_startup:
-            self.end_startup()
+        if self.schedule is not None:
+            self.pipeline = self.group_after_startup  # From the second step on, waits for other stages are shorter.
+        shapes = [part.shape for part in tree_leaves(inputs) if isinstance(part, Tensor)]
+        if shapes != self.shapes or self.scheduled_stages[0].group is not self.pipeline:
+            self.shapes, self.schedule = shapes, self.build_schedule(split_batch(inputs, self.microbatches)[0])
         self.loss_scale = scaler.scale(torch.ones((), device=self.device))
         stage_inputs = [inputs] if self.holds(0) else []
         # The schedule splits only a single tensor, so it gets the numbers of the micro-batches instead of targets.
@@ -119,6 +120,7 @@ class Parallel(Strategy):
     def build_schedule(self, microbatch: Any) -> Any:
         """Build the schedule for micro-batches of this shape, and the shapes that its stages receive and send."""
         outputs = to_device(microbatch, torch.device("meta"))
+        self.scheduled_stages = []
         for index, outline in enumerate(self.outline):
             inputs, outputs = outputs, outline(outputs).detach().requires_grad_()
             if self.holds(index):
@@ -130,25 +132,12 @@ class Parallel(Strategy):
         stages: Any = self.scheduled_stages[0] if is_single else self.scheduled_stages
         return kind(stages, self.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
 
-    def end_startup(self) -> None:
-        """Shorten the wait for other stages from now on."""
-        self.pipeline = self.group_after_startup
-        for stage in self.scheduled_stages:
-            stage.group = self.pipeline
-
     def scaled_loss(self, outputs: Tensor, number: Tensor) -> Tensor:
         """Return one micro-batch's part of the mean loss over the global batch, times the scaler's factor."""
         return self.add_loss(outputs, self.targets[int(number)]) * self.loss_scale
 
     def finish_losses(self) -> dict[str, Tensor]:
-        # Ranks without the last stage know no loss, but have gradients to correct.
-        if not self.loss_names:  # The first step: only ranks with the last stage know what loss_fn returns.
-            everyone = all_gather_object((list(self.losses.sums), self.losses.weight is not None))
-            self.loss_names, self.weight_varies = next(each for each in everyone if each[0])
-        if not self.holds(-1):
-            zero = torch.zeros((), device=self.device)
-            self.losses.sums = dict.fromkeys(self.loss_names, zero)
-            self.losses.weight = zero.clone() if self.weight_varies else None
+        # Ranks without the last stage have losses and weights of 0, but gradients to correct.
         return self.losses.finish(self.module, dist.group.WORLD)
 
     def gradients(self) -> list[Tensor]:

@@ -18,6 +18,6 @@ def test_the_split_is_fixed() -> None:
 def test_a_training_image_is_shifted_differently_in_each_epoch() -> None:
     train_set, test_set = dataset.build_datasets(settings("--dataset.max_shift", "2"))
     for images, shifts in ((train_set, range(10, 21)), (test_set, [1])):
-        seeded = module("splitting").SeededDataset(images, seed=1)
+        seeded = module("splitting").SeededDataset(images, list, seed=1)
         shifted = {tuple(image.flatten().tolist()) for image, _ in seeded.__getitems__([(e, 5) for e in range(20)])}
         assert len(shifted) in shifts

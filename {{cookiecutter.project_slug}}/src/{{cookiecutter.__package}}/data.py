@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from .config import DataConfig, UserError
 from .dataset import collate_fn
 from .launch import init_loader_worker
-from .splitting import InStep, Key, SeededDataset, Stream
+from .splitting import InStep, Key, SeededDataset, Stream, identity
 from .strategy import Strategy
 
 
@@ -76,21 +76,32 @@ def build_train_loader(
         stream = Stream(dataset, collate_fn, dp_rank, dp_size, batch, config.num_workers, seed)
         register("stream", stream)
         return stream, InStep(DataLoader(stream, batch_size=None, **loader_options(config, strategy.device)))
+    seeded = seed_dataset(dataset, seed)
     sampler = TrainSampler(dataset, dp_rank, dp_size, batch, seed)
-    return sampler, build_loader(SeededDataset(dataset, seed), sampler, batch // dp_size, config, strategy.device)
+    return sampler, build_loader(seeded, sampler, batch // dp_size, config, strategy.device)
+
+
+def seed_dataset(dataset: Any, seed: int) -> SeededDataset:
+    """Return a map-style dataset whose random numbers are a function of (seed, epoch, index); reject any other."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"build_datasets returned a {type(dataset).__name__} without __len__ or __getitem__; give it both, or make "
+            "the training set an IterableDataset"
+        )
+    return SeededDataset(dataset, collate_fn, seed)
 
 
 def build_loader(
     dataset: SeededDataset, sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device
 ) -> DataLoader[Any]:
     """Build a loader of ``batch_size`` samples at a time, as ``(inputs, targets)`` on the CPU."""
-    options = loader_options(config, device)
-    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, **options)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **loader_options(config, device))
 
 
 def loader_options(config: DataConfig, device: torch.device) -> dict[str, Any]:
     """Return the options of any ``DataLoader`` here."""
     return {
+        "collate_fn": identity,
         "num_workers": config.num_workers,
         "persistent_workers": config.num_workers > 0,
         # Not fork: the child would inherit locks that other threads hold at that moment, and might deadlock.

@@ -14,13 +14,13 @@ from torch.utils.data import IterableDataset
 from . import dataset
 from .checkpoint import load_model, read_on_main
 from .config import Config, DataConfig, ModelConfig, UserError
-from .data import EvalSampler, build_loader
+from .data import EvalSampler, build_loader, seed_dataset
 from .launch import check_layout
 from .model import build_model
 from .parallel import Parallel
 from .reporting import append_record
 from .runtime import Process, all_gather_object, on_main
-from .splitting import SeededDataset, to_device, unpack
+from .splitting import to_device, unpack
 from .strategy import Strategy
 
 Metrics = dict[str, np.ndarray]  # Per sample: arrays by name, whose first dimension is the samples.
@@ -38,7 +38,7 @@ class Evaluator:
     ) -> None:
         if isinstance(samples, IterableDataset):
             raise UserError("the test set is an IterableDataset; give a list of its samples, so that each counts once")
-        self.samples, self.parallel, self.guard = SeededDataset(samples, seed), parallel, guard
+        self.samples, self.parallel, self.guard = seed_dataset(samples, seed), parallel, guard
         self.sampler = EvalSampler(len(samples), parallel.dp_rank, parallel.dp_size)
         self.loader = build_loader(self.samples, self.sampler, config.eval_batch_size, config, parallel.device)
         # Rank 0 has at least as many samples as any other rank.
@@ -67,7 +67,7 @@ class Evaluator:
                     continue
                 for name, values in dataset.per_sample_metrics(outputs, to_device(targets, device)).items():
                     collected.setdefault(name, []).append(values)
-        arrays = {name: torch.cat(values).cpu().numpy() for name, values in collected.items()}
+        arrays = {name: concatenate(name, values) for name, values in collected.items()}
         return {**arrays, "index": np.array(self.sampler.indices if arrays else [], dtype=np.int64)}
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
@@ -77,7 +77,14 @@ class Evaluator:
         """
         yield from ((batch, True) for batch in self.loader)
         for _ in range(self.most_batches - len(self.loader)):
-            yield dataset.collate_fn(self.samples.__getitems__([(0, 0)])), False
+            yield self.samples.__getitems__([(0, 0)]), False
+
+
+def concatenate(name: str, values: list[Tensor]) -> np.ndarray:
+    """Return the values of one metric as one array; reject rows whose shape differs between batches."""
+    if len({value.shape[1:] for value in values}) > 1:
+        raise UserError(f"per_sample_metrics returned a {name} whose rows differ in shape; return a number for each")
+    return torch.cat(values).cpu().numpy()
 
 
 def merge(shares: list[Metrics], length: int) -> Metrics:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .config import Config
 from .runtime import Process
-from .splitting import GlobalMean, Loss, Weight, set_shares
+from .splitting import GlobalMean, Loss, Shares, Weight, set_shares
 
 LossFn = Callable[[Any, Any], tuple[Loss, Weight]]  # Of outputs and targets.
 
@@ -40,7 +40,8 @@ class Strategy(ABC):
     ) -> None:
         self.loss_fn, self.device, self.microbatches = loss_fn, process.device, config.train.microbatches
         self.dp_rank, self.dp_size, self.dp_group = dp_rank, config.parallel.dp_size(process.world_size), dp_group
-        set_shares(self.dp_rank, self.dp_size, dp_group, self.microbatches)
+        share = config.data.global_batch_size // self.dp_size
+        set_shares(Shares(self.dp_rank, self.dp_size, dp_group, self.microbatches, share))
         self.losses = GlobalMean(config.data.global_batch_size, self.microbatches * self.dp_size, self.device)
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
         enabled = self.dtype is not torch.float32

@@ -65,14 +65,14 @@ class Trainer:
         self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
         self.progress = Progress()
-        self.first_step = self.evaluated_step = self.saved_step = 0
+        self.first_step = self.saved_step = 0
         self.throughput = Throughput(config.data.global_batch_size)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
         """Resume from the first of the ``candidates`` that can be read, if there are any."""
         self.progress = self.checkpointer.restore(candidates)
-        self.first_step = self.evaluated_step = self.saved_step = self.progress.step
+        self.first_step = self.saved_step = self.progress.step
 
     def run(self) -> None:
         """Train to the end; on a stop signal, save and leave the remaining steps to the next start."""
@@ -83,12 +83,13 @@ class Trainer:
             self.tracker.print(f"{self.config.run.dir}: step {progress.step} of {self.total_steps or '?'} on {ranks}")
             self.throughput.start(self.progress.step)
             try:
-                if progress.evaluation_due:
-                    self.saved_step = 0  # The checkpoint of this step lacks its evaluation.
+                if self.is_evaluation_due():
                     self.evaluate()
                     self.save()
                 while progress.step != self.total_steps and progress.epoch < self.config.train.epochs:
                     self.run_epoch()
+                if progress.step == 0:
+                    raise UserError("no epoch of the stream has data.global_batch_size samples; lower it")
                 self.finish()
             except Stopped as signal:
                 stopped = True
@@ -108,16 +109,20 @@ class Trainer:
                 self.run_step(*unpack(batch))
             if progress.step == self.total_steps:
                 return
-        if progress.samples == 0:
-            raise UserError("the training set has fewer samples than data.global_batch_size; lower it")
         progress.epoch += 1
         progress.samples = 0
 
     def finish(self) -> None:
         """Evaluate and save, unless the last step did: the end of a stream is not known before it."""
-        if self.evaluated_step < self.progress.step:
+        if self.progress.evaluated_step < self.progress.step:
             self.evaluate()
         self.save()
+
+    def is_evaluation_due(self) -> bool:
+        """Return whether this step is to be evaluated, and has not been yet: a stop signal may interrupt it."""
+        progress = self.progress
+        is_due_now = progress.step == self.total_steps or is_due(progress.step, self.config.train.eval_every)
+        return is_due_now and progress.evaluated_step < progress.step
 
     def run_step(self, inputs: Any, targets: Any) -> None:
         """Take one step, then log, evaluate and save if due."""
@@ -133,7 +138,7 @@ class Trainer:
         if is_last or is_due(progress.step, config.train.log_every):
             self.log(losses, norm, lr)
         # Evaluation first: the checkpoint then records whether it is the best.
-        if is_last or is_due(progress.step, config.train.eval_every):
+        if self.is_evaluation_due():
             self.evaluate()
         if is_last or is_due(progress.step, config.checkpoint.every_steps):
             self.save()
@@ -182,10 +187,9 @@ class Trainer:
     def evaluate(self) -> None:
         """Evaluate on the test set, and save the model if it is the best so far."""
         progress = self.progress
-        progress.evaluation_due = True  # Until it is done, because a stop signal may interrupt it.
         record = self.evaluator()
-        progress.evaluation_due = False
-        self.evaluated_step = progress.step
+        progress.evaluated_step = progress.step
+        self.saved_step = 0  # If there is a checkpoint of this step, it lacks the evaluation.
         self.tracker.log({"event": "eval", "step": progress.step, "split": "test", **record})
         value, sign = record[dataset.BEST_METRIC], 1 if dataset.HIGHER_IS_BETTER else -1
         if progress.best_value is None or sign * value > sign * progress.best_value:

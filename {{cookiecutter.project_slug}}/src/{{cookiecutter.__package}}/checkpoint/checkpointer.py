@@ -22,6 +22,8 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config import CheckpointConfig, UserError
 from ..launch import list_checkpoints
@@ -30,7 +32,8 @@ from . import sharded
 from .loading import FORMAT, DamagedCheckpointError, load, read_on_main
 from .state_dict import drop_missing_state, flat_state_dict, gather_full_tensors, unflatten
 
-RESERVED = ("param_groups", "progress", "rng", "tensors", "ranks", "config", "format", "metadata", "checksums", "names")
+RESERVED = {"param_groups", "progress", "rng", "tensors", "ranks", "config", "format"}
+RESERVED |= {"metadata", "checksums", "names", "world_size"}  # Of a sharded checkpoint, and of a header that was read.
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Progress:
     samples: int = 0  # Samples of the current epoch consumed, over all ranks.
     best_step: int | None = None  # Step of the best evaluation so far.
     best_value: float | None = None  # Its value of the metric that selects the best checkpoint.
-    evaluation_due: bool = False  # The run was stopped during the evaluation after this step.
+    evaluated_step: int = 0  # Step of the last evaluation that was completed.
 
 
 class Checkpointer:
@@ -59,6 +62,7 @@ class Checkpointer:
         self.module, self.settings, self.run_dir, self.config, self.process = module, settings, run_dir, config, process
         self.optimizers: list[torch.optim.Optimizer] = []
         self.stateful: dict[str, dict[str, Any]] = {kind: {} for kind in ("run", "rank", "tensors")}
+        self.is_restored = self.is_checked = False
         self.pending: tuple[Future[Any], Path] | None = None
         # Sharded saves exchange messages in a thread while training does, so they need their own group.
         self.group: Any = dist.new_group(backend="gloo") if config.format == "sharded" else None
@@ -71,15 +75,21 @@ class Checkpointer:
             run        the same on all ranks, such as a scheduler; rank 0's is saved
             rank       each rank's own, such as a buffer of samples; restored if the world size is the same
             tensors    ``state_dict`` returns tensors named like the parameters that this rank holds, such as their
-                       average; they are sharded, gathered and converted as those are, and restored in place
+                       average; they are sharded, gathered and converted as those are, and restored in place, without
+                       ``load_state_dict``
 
-        Its state consists of tensors and built-in types, because loading runs no code.
+        Its state consists of tensors and built-in types, because loading runs no code. Everything is registered before
+        the run is restored.
         """
+        if self.is_restored:
+            raise ValueError(f"{name!r} is registered too late to be restored; do it before Checkpointer.restore")
         names = {"model", "optimizer", *RESERVED, *(name for kind in self.stateful.values() for name in kind)}
         if isinstance(stateful, torch.optim.Optimizer):
             self.optimizers.append(stateful)
         elif name in names or "." in name:
             raise ValueError(f"{name!r} is not a free name for state in checkpoints")
+        elif kind == "tensors" and copies_tensors(stateful):
+            raise ValueError(f"the state_dict of {name!r} returns copies, into which nothing can be restored")
         else:
             self.stateful[kind][name] = stateful
 
@@ -136,10 +146,13 @@ class Checkpointer:
 
     def build_header(self, progress: Progress) -> dict[str, Any]:
         """Return everything in a checkpoint except its tensors, complete only on rank 0; a collective."""
-        own = {name: each.state_dict() for name, each in self.stateful["rank"].items()}
+        own = {name: to_cpu(each.state_dict()) for name, each in self.stateful["rank"].items()}
+        header = {name: each.state_dict() for name, each in self.stateful["run"].items()}
+        if not self.is_checked:  # What it consists of is the same in every save.
+            check_types(own | header)
+            self.is_checked = True
         ranks: list[Any] | None = [{}] * self.process.world_size if self.process.is_main else None
         dist.gather_object(own | {"rng": get_rng_state(self.process.device)}, ranks)
-        header = {name: each.state_dict() for name, each in self.stateful["run"].items()}
         header |= {name: [state.get(name) for state in ranks or []] for name in ("rng", *own)}
         header.update(tensors=list(self.stateful["tensors"]), ranks=list(own))
         header["param_groups"] = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups()]
@@ -155,6 +168,7 @@ class Checkpointer:
 
         Rejects candidates if none can be read, and the checkpoint of another model.
         """
+        self.is_restored = True
         for path in candidates:
             try:
                 header, state = read_on_main(path)
@@ -163,6 +177,7 @@ class Checkpointer:
                 tensors = self.state()
                 drop_missing_state(tensors, header["names"], self.module, self.optimizers)
                 load(path, header, state, tensors, self.process.device)
+                self.restore_ranks(header, state)
                 return self.restore_header(header)
             except DamagedCheckpointError as error:
                 if path == candidates[-1]:
@@ -172,8 +187,14 @@ class Checkpointer:
         return Progress()
 
     def check_model(self, header: Mapping[str, Any]) -> None:
-        """Reject the checkpoint of another model."""
+        """Reject the checkpoint of another model, and that of a run which did not start from these weights."""
         saved = header["config"]["model"]
+        wanted = self.settings["model"]["weights"]
+        if wanted is not None and saved.get("weights") != wanted:
+            raise UserError(
+                f"run.dir is {self.run_dir}, with a run that did not start from model.weights {wanted}; leave the "
+                "setting out to resume that run, or give another run.dir to start a new one"
+            )
         for key, wanted in self.settings["model"].items():
             if not key.startswith("weights") and saved.get(key) != wanted:
                 raise UserError(
@@ -192,17 +213,51 @@ class Checkpointer:
         if saved_groups != groups:
             raise UserError(f"{path} has {saved_groups} parameter groups, and the optimizers have {groups}; {remedy}")
 
+    def restore_ranks(self, header: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Restore each rank's own state, which rank 0 has in ``state``, if there were as many ranks."""
+        names = ["rng", *self.stateful["rank"]]
+        if header["world_size"] != self.process.world_size:
+            if self.process.is_main and len(names) > 1:
+                ranks = f"{header['world_size']} rank(s) saved it, {self.process.world_size} resume"
+                print(f"{', '.join(names[1:])} of each rank starts anew: {ranks}", file=sys.stderr)
+            return
+        own: list[Any] = [None]
+        everyone = [{name: state[name][rank] for name in names} for rank in range(self.process.world_size) if state]
+        dist.scatter_object_list(own, everyone if self.process.is_main else None, src=0)
+        for name, each in self.stateful["rank"].items():
+            each.load_state_dict(own[0][name])
+        set_rng_state(own[0]["rng"], self.process.device)
+
     def restore_header(self, header: Mapping[str, Any]) -> Progress:
-        """Restore what ``build_header`` returned."""
+        """Restore what all ranks have in common."""
         for group, options in zip(self.param_groups(), header["param_groups"], strict=True):
             group.update(options)
         for name, each in self.stateful["run"].items():
             each.load_state_dict(header[name])
-        if len(header["rng"]) == self.process.world_size:
-            for name, each in self.stateful["rank"].items():
-                each.load_state_dict(header[name][self.process.rank])
-            set_rng_state(header["rng"][self.process.rank], self.process.device)
         return Progress(**header["progress"])
+
+
+def copies_tensors(stateful: Any) -> bool:
+    """Return whether ``state_dict`` returns copies of its tensors, and not the tensors themselves."""
+    one, other = (
+        [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in stateful.state_dict().values()]
+        for _ in range(2)
+    )
+    return any(a.data_ptr() != b.data_ptr() for a, b in zip(one, other, strict=True))
+
+
+def to_cpu(state: Any) -> Any:
+    """Return a state with its tensors on the CPU: other ranks may not have the device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
+
+
+def check_types(states: Mapping[str, Any]) -> None:
+    """Reject states that could be saved but not loaded, because loading would have to run code."""
+    for name, state in states.items():
+        for leaf in tree_leaves(state):
+            if not isinstance(leaf, torch.Tensor) and type(leaf) not in (bool, int, float, str, bytes, type(None)):
+                kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+                raise UserError(f"the state of {name} holds a {kind}; let state_dict return tensors and built-in types")
 
 
 def prune(run_dir: Path, keep: int, best_step: int | None) -> None:

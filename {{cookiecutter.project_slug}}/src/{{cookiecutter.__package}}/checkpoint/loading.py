@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
         raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {reason}") from None
-    parts = {"tensors", "ranks", *(("metadata", "checksums") if is_folder else ("model", "optimizer"))}
+    parts = {"tensors", "ranks", "rng", *(("metadata", "checksums") if is_folder else ("model", "optimizer"))}
     if not isinstance(content, dict) or content.get("format") != FORMAT or not parts <= content.keys():
         raise DamagedCheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
     return content
@@ -46,7 +46,8 @@ def read_on_main(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a checkpoint on rank 0; only rank 0 needs access to the file of a full checkpoint. A collective.
 
     Returns:
-        The header (all but the tensors, plus their ``names``) on every rank, and the whole content on rank 0.
+        The header on every rank: all but the tensors and what belongs to one rank each, plus the tensors' ``names``
+        and the ``world_size`` of the run that saved it; and the whole content on rank 0.
 
     Raises:
         DamagedCheckpointError: on every rank, if it cannot be read.
@@ -55,9 +56,10 @@ def read_on_main(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     def read_header() -> dict[str, Any]:
         content.update(read(path))
-        header = {name: part for name, part in content.items() if name not in list_parts(content)}
+        own = [*list_parts(content), "rng", *content["ranks"]]
+        header = {name: part for name, part in content.items() if name not in own}
         names = getattr(header["metadata"], "state_dict_metadata", ()) if "metadata" in header else flatten(content)
-        return header | {"names": list(names)}
+        return header | {"names": list(names), "world_size": len(content["rng"])}
 
     return on_main(read_header), content
 

@@ -150,15 +150,16 @@ def save_in_one_process(path: Path, header: Mapping[str, Any], tensors: dict[str
         state_dict_saver.save(tensors, storage_writer=writer, no_dist=True)
 
 
-def load_in_one_process(path: Path, header: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors of a folder, whole; not a collective.
+def load_in_one_process(path: Path, header: Mapping[str, Any], part: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a folder whose names begin with ``part``, whole; not a collective.
 
     Raises:
         DamagedCheckpointError: if they do not match the header, or are too large for this machine.
     """
     try:
         saved = header["metadata"].state_dict_metadata
-        names = header["metadata"].planner_data  # In the order of the model.
+        # In the order of the model.
+        names = [name for name in header["metadata"].planner_data if name.startswith(part)]
         tensors = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]

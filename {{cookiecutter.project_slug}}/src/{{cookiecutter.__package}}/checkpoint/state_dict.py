@@ -31,8 +31,18 @@ def flat_state_dict(
     for optimizer in optimizers:
         # This creates the state of an optimizer that has taken no step yet, so that it can be filled.
         state: Any = get_optimizer_state_dict(module, optimizer)["state"]
+        check_tensors(state)
         tensors |= {f"optimizer.{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
     return tensors
+
+
+def check_tensors(state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Reject the state of an optimizer that is not in tensors."""
+    for name, entry in state.items():
+        for key, value in entry.items():
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise UserError(f"the optimizer keeps {key} of {name} as {kind}; only tensors can be saved")
 
 
 def drop_missing_state(

@@ -1,6 +1,8 @@
 """``model.weights``: starting from weights alone, with a fresh optimizer and schedule."""
 
+import itertools
 import pickle
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +34,9 @@ def load_weights(path: Path, initial: Sequence[str], module: nn.Module, device: 
     """
     weights: dict[str, Tensor] = {}
     saved = on_main(lambda: {name: value.shape for name, value in read_weights(path, weights).items()})
+    for group in itertools.chain(*all_gather_object(find_tied(module))):
+        add_tied(group, saved)
+        add_tied(group, weights)
     own = module.state_dict()
     wanted: dict[str, torch.Size] = {}
     for of_rank in all_gather_object({name: tensor.shape for name, tensor in own.items()}):
@@ -42,6 +47,21 @@ def load_weights(path: Path, initial: Sequence[str], module: nn.Module, device: 
     check_names(path, drop(wanted, skipped), drop(saved, skipped))
     full = {f"model.{name}": tensor for name, tensor in drop(weights, skipped).items()}
     broadcast_full_tensors(full, {f"model.{name}": tensor for name, tensor in drop(own, skipped).items()}, device)
+
+
+def find_tied(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def add_tied(group: Sequence[str], tensors: dict[str, T]) -> None:
+    """Add the names of a tied parameter that are missing, because ``.safetensors`` files hold each tensor once."""
+    for name in group:
+        if name in tensors:
+            tensors |= {other: tensors[name] for other in group if other not in tensors}
 
 
 def select(names: Iterable[str], modules: Sequence[str]) -> set[str]:
@@ -70,11 +90,13 @@ def read_weights(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def read_file(path: Path) -> Any:
     """Return the weights in a checkpoint of either format, a ``.safetensors`` file, or what ``torch.save`` wrote."""
     if path.is_dir():
-        tensors = sharded.load_in_one_process(path, read(path))
-        return {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        if not (path / sharded.HEADER).exists():
+            raise UserError("a folder without a checkpoint; of a run.dir, give one of its checkpoints/step-*")
+        tensors = sharded.load_in_one_process(path, read(path), part="model.")
+        return {name.removeprefix("model."): value for name, value in tensors.items()}
     if path.suffix == ".safetensors":
         return load_file(path)
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     is_checkpoint = isinstance(content, dict) and "format" in content and isinstance(content.get("model"), dict)
     return read(path)["model"] if is_checkpoint else content
 

@@ -7,10 +7,10 @@ This room knows tensors, modules and datasets in general; it does not know this 
 """
 
 from .blocks import prepare_blocks
-from .gather import gather_global_batch, set_shares
+from .gather import Shares, gather_global_batch, set_shares
 from .losses import GlobalMean, Loss, Weight, read_loss
 from .nested import split_batch, to_device, unpack
-from .seeding import Key, SeededDataset
+from .seeding import Key, SeededDataset, identity
 #:: if cookiecutter.__cuts_blocks ::#
 from .sequence import balance, check_sequence
 #:: endif ::#

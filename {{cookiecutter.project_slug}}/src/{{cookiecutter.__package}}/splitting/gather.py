@@ -11,31 +11,34 @@ from ..config import UserError
 
 @dataclass
 class Shares:
-    """How the global batch is divided: this rank's share, the number of shares, the ranks with the others."""
+    """How the global batch is divided: this rank's share, the number of shares, the ranks with them, a share's size."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     microbatches: int = 1
+    samples: int = 1
 
 
 _shares = Shares()
 
 
-def set_shares(rank: int, size: int, group: dist.ProcessGroup | None, microbatches: int) -> None:
+def set_shares(shares: Shares) -> None:
     """Set what ``gather_global_batch`` gathers; the strategy does it once."""
     global _shares
-    _shares = Shares(rank, size, group, microbatches)
+    _shares = shares
 
 
 def gather_global_batch(own: Tensor) -> tuple[Tensor, Tensor]:
     """Gather what all ranks computed for their samples, with gradients; a collective, for use in ``loss_fn``.
 
     A ``loss_fn`` that returns the sum over this rank's samples of a loss that depends on all samples then has the same
-    value and gradients for any split. Rejects micro-batches, which see only a part of the batch.
+    value and gradients for any split. Rejects micro-batches, which see only a part of the batch, and another number of
+    rows on some rank.
 
     Args:
-        own: One row for each of this rank's samples, for example embeddings of shape (samples, features).
+        own: One row (or two, three ...) for each of this rank's samples, for example embeddings of shape
+            (samples, features).
 
     Returns:
         The rows of the global batch, in its order, and the positions of this rank's rows, of shape (samples,).
@@ -43,6 +46,11 @@ def gather_global_batch(own: Tensor) -> tuple[Tensor, Tensor]:
     if _shares.microbatches > 1:
         raise UserError(
             f"the loss compares all samples of a batch, but train.microbatches is {_shares.microbatches}; give 1"
+        )
+    if len(own) % _shares.samples:
+        raise UserError(
+            f"gather_global_batch was given {len(own)} rows for {_shares.samples} samples; give each sample the same "
+            "number of rows, and mask those that do not count"
         )
     positions = torch.arange(_shares.rank, len(own) * _shares.size, _shares.size, device=own.device)
     return (_Gather.apply(own, _shares) if _shares.size > 1 else own), positions

@@ -9,16 +9,17 @@ part, but what a batch contains depends on the number of processes, and parts ma
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, _utils, get_worker_info
 
 from ..config import UserError
-from .seeding import restored_generators, seed_generators
+from .seeding import COLLATE, restored_generators, seed_generators
 
 
 class Stream(IterableDataset[Any]):
@@ -47,13 +48,19 @@ class Stream(IterableDataset[Any]):
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
         self.dp_rank, self.dp_size, self.global_batch_size = dp_rank, dp_size, global_batch_size
         self.is_sharded = hasattr(dataset, "shard")
+        if self.is_sharded and getattr(dataset, "num_shards", math.inf) < dp_size * max(num_workers, 1):
+            raise UserError(
+                f"the stream has {dataset.num_shards} shard(s), too few for {dp_size} rank(s) with --data.num_workers "
+                f"{num_workers}: each loader process needs one; start fewer, or remove shard() from the dataset"
+            )
         # Parts may have different lengths, so the length of the whole says little.
         has_length = hasattr(dataset, "__len__") and not self.is_sharded
         self.steps_per_epoch = len(dataset) // global_batch_size if has_length else None
-        self.layout = {"dp_size": dp_size, "num_workers": num_workers}
+        self.layout = {"dp_size": dp_size, "num_workers": num_workers, "global_batch_size": global_batch_size}
         self.saved_layout = self.layout
         # Shared with loader processes, which live longer than an epoch.
         self.position = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self.process = 0, 1  # The number of this loader process, and how many the rank has.
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Set the epoch, and how many of its samples (over all ranks) have been consumed; rejects another layout."""
@@ -61,8 +68,8 @@ class Stream(IterableDataset[Any]):
             saved = self.saved_layout
             raise UserError(
                 f"the run stopped in the middle of a sharded stream that {saved['dp_size']} rank(s) with "
-                f"--data.num_workers {saved['num_workers']} were reading; resume with the same, or remove shard() from "
-                "the dataset"
+                f"--data.num_workers {saved['num_workers']} were reading in batches of {saved['global_batch_size']}; "
+                "resume with the same, or remove shard() from the dataset"
             )
         self.position.copy_(torch.tensor([epoch, start]))
 
@@ -76,46 +83,61 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.position.tolist()
-        worker = get_worker_info()
-        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        done = math.ceil(start / self.global_batch_size)
+        number, count = self.find_process()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        read = self.read_shard if self.is_sharded else self.read_share
-        for samples in read(epoch, start // self.global_batch_size, number, count):
-            yield self.collate_fn(samples)
+        batches = (self.read_shard if self.is_sharded else self.read_share)(epoch, start, number, count)
+        # The loader asks its processes in turn, the first one for the first batch after those that are done.
+        for batch, samples in zip(itertools.count(done + number, count), batches, strict=False):
+            with restored_generators():
+                seed_generators(self.seed, epoch, batch, self.dp_rank, COLLATE)
+                collated = self.collate_fn(samples)
+            yield collated
         yield None
 
-    def read_share(self, epoch: int, done: int, number: int, count: int) -> Iterator[list[Any]]:
-        """Yield this rank's share of each global batch that is this process's, the ``number``-th of ``count``.
+    def find_process(self) -> tuple[int, int]:
+        """Return the number of this loader process and their number, and hide them from the dataset.
 
-        The loader asks its processes in turn, the first one for the first batch after those that are ``done``.
+        A dataset that divides itself among the loader processes would otherwise be divided twice.
         """
-        batches = self.read_batches(self.dataset, (epoch, 0), self.global_batch_size)
-        for samples in itertools.islice(batches, done + number, None, count):
+        if worker := get_worker_info():
+            self.process = worker.id, worker.num_workers
+            _utils.worker._worker_info = None
+        return self.process
+
+    def read_share(self, epoch: int, start: int, number: int, count: int) -> Iterator[list[Any]]:
+        """Yield this rank's share of each global batch that is for this process, the ``number``-th of ``count``."""
+        size = self.global_batch_size
+        # If the size of a batch was changed, what is done ends with a smaller one.
+        sizes = [size] * (start // size) + [start % size] * (start % size > 0)
+        batches = self.read_batches(self.dataset, (epoch, 0), itertools.chain(sizes, itertools.repeat(size)))
+        for samples in itertools.islice(batches, len(sizes) + number, None, count):
             yield samples[self.dp_rank :: self.dp_size]
 
-    def read_shard(self, epoch: int, done: int, number: int, count: int) -> Iterator[list[Any]]:
-        """Yield the batches of a part of the stream that only this process reads, without those that are ``done``.
+    def read_shard(self, epoch: int, start: int, number: int, count: int) -> Iterator[list[Any]]:
+        """Yield the batches of a part of the stream that only this process reads, without those that are done.
 
         The parts were assigned at the start of the epoch: after a resume, another process may be asked first.
         """
+        done = start // self.global_batch_size
         turn = (number + done) % count
         index = self.dp_size * turn + self.dp_rank
         part = self.dataset.shard(num_shards=self.dp_size * count, index=index)
-        batches = self.read_batches(part, (epoch, index), self.global_batch_size // self.dp_size)
-        return itertools.islice(batches, len(range(turn, done, count)), None)
+        sizes = itertools.repeat(self.global_batch_size // self.dp_size)
+        return itertools.islice(self.read_batches(part, (epoch, index), sizes), len(range(turn, done, count)), None)
 
-    def read_batches(self, part: Any, key: tuple[int, int], size: int) -> Iterator[list[Any]]:
-        """Yield ``size`` consecutive samples at a time; each is drawn with generators of its own."""
-        ended = object()
+    def read_batches(self, part: Any, key: tuple[int, int], sizes: Iterable[int]) -> Iterator[list[Any]]:
+        """Yield consecutive samples, as many at a time as ``sizes`` says; each is drawn with generators of its own."""
+        ended, number = object(), itertools.count()
         with restored_generators():
             seed_generators(self.seed, *key)
             samples = iter(part)
-        for first in itertools.count(step=size):
+        for size in sizes:
             batch = []
             with restored_generators():
-                for number in range(first, first + size):
-                    seed_generators(self.seed, *key, number)
+                for _ in range(size):
+                    seed_generators(self.seed, *key, next(number))
                     batch.append(next(samples, ended))
             if batch[-1] is ended:
                 return
