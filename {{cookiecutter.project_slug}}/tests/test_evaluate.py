@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import plain
 from support import RANKS, SPLITS, launch, load_model, module, newest_checkpoint, read_records, settings, split_id
 
 dataset, build_model = module("dataset"), module("model").build_model
@@ -19,8 +20,7 @@ def plain_metrics(run: Path) -> dict[str, Any]:
     _, test_set = dataset.build_datasets(config)
     model = build_model(config.model)
     model.load_state_dict(load_model(run))
-    seeded = module("data").seed_dataset(test_set, config.run.seed)
-    inputs, targets = seeded.__getitems__([(0, index) for index in range(len(test_set))])
+    inputs, targets = dataset.collate_fn(plain.read(test_set, config.run.seed, 0, range(len(test_set))))
     with torch.no_grad():
         per_sample = dataset.per_sample_metrics(model.eval()(inputs), targets)
     metrics = dataset.aggregate_metrics({name: values.numpy() for name, values in per_sample.items()})

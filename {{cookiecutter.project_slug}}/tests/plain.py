@@ -1,0 +1,120 @@
+"""A plain training loop, in one process, from which every run must not differ.
+
+It is written from the documented rules with nothing but PyTorch. Of the package it uses only the experiment: the model,
+the datasets and the loss. So it repeats no mistake in order, random numbers, schedule, clipping or optimizer.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from support import module
+
+dataset, build_model = module("dataset"), module("model").build_model
+
+
+@dataclass
+class Plain:
+    """What a run has to log of each step, and its final weights."""
+
+    records: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(config: Any, steps: int) -> Plain:
+    """Train for a number of steps."""
+    torch.manual_seed(config.run.seed)
+    train_set, _ = dataset.build_datasets(config)
+    model, plain = build_model(config.model), Plain()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    planned = plan_steps(train_set, config)
+    for step, (inputs, targets) in enumerate(islice(batches(train_set, config), steps)):
+        losses, weight = dataset.loss_fn(model(inputs), targets)
+        loss = (losses["loss"] if isinstance(losses, dict) else losses) / weight
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        lr, scale = learning_rate(step, planned, config.optim), min(1.0, config.train.clip_grad_norm / norm)
+        for p, gradient, state in zip(parameters, gradients, moments, strict=True):
+            adamw(p, gradient * scale, state, step + 1, lr, config.optim)
+        plain.records.append({"step": step + 1, "loss": loss.item(), "lr": lr, "grad_norm": norm})
+    plain.weights = model.state_dict()
+    return plain
+
+
+def plan_steps(train_set: Any, config: Any) -> int:
+    """Return the step at which the schedule ends."""
+    if config.optim.decay_steps is None and hasattr(train_set, "__len__"):
+        return int(config.train.epochs * (len(train_set) // config.data.global_batch_size))
+    return int(config.optim.decay_steps or config.train.max_steps)
+
+
+def batches(train_set: Any, config: Any) -> Iterator[Any]:
+    """Yield global batches: an epoch is one permutation of the samples, without the incomplete batch at its end."""
+    seed, size = config.run.seed, config.data.global_batch_size
+    for epoch in count():
+        if isinstance(train_set, IterableDataset):
+            yield from stream(train_set, seed, epoch, size)
+            continue
+        generator = torch.Generator().manual_seed(seed + epoch)
+        for indices in torch.randperm(len(train_set), generator=generator).split(size):
+            if len(indices) == size:
+                yield dataset.collate_fn(read(train_set, seed, epoch, indices.tolist()))
+
+
+def read(samples: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
+    """Return samples, each drawn with random numbers that are seeded with (seed, epoch, index)."""
+    return [(seed_everything(seed, epoch, index), samples[index])[1] for index in indices]
+
+
+def stream(samples: Any, seed: int, epoch: int, size: int) -> Iterator[Any]:
+    """Yield the global batches of an epoch of a stream."""
+    if hasattr(samples, "set_epoch"):
+        samples.set_epoch(epoch)
+    seed_everything(seed, epoch, 0)
+    source, batch = iter(samples), []
+    for number in count():
+        seed_everything(seed, epoch, 0, number)
+        if (sample := next(source, None)) is None:
+            return
+        batch.append(sample)
+        if len(batch) == size:
+            yield dataset.collate_fn(batch)
+            batch = []
+
+
+def seed_everything(*key: int) -> None:
+    """Seed ``random``, NumPy and PyTorch with a hash of a sample's key."""
+    digest = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest())
+    random.seed(digest)
+    np.random.seed(digest % 2**32)
+    torch.manual_seed(digest)
+
+
+def learning_rate(step: int, end: int, optim: Any) -> float:
+    """Return a linear warm-up to the peak, followed by half a cosine down to a fraction of it."""
+    if step < optim.warmup_steps:
+        return float(optim.lr * (step + 1) / optim.warmup_steps)
+    done = min(1.0, (step - optim.warmup_steps) / (end - optim.warmup_steps))
+    return float(optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2))
+
+
+@torch.no_grad()
+def adamw(p: nn.Parameter, gradient: Tensor, moments: Sequence[Tensor], step: int, lr: float, optim: Any) -> None:
+    """Take a step of AdamW (Loshchilov and Hutter 2019, algorithm 2); only matrices and kernels decay."""
+    corrected = []
+    for moment, value, beta in zip(moments, (gradient, gradient**2), optim.betas, strict=True):
+        moment.mul_(beta).add_((1 - beta) * value)
+        corrected.append(moment / (1 - beta**step))
+    if p.dim() > 1:
+        p.mul_(1 - lr * optim.weight_decay)
+    p.sub_(lr * corrected[0] / (corrected[1].sqrt() + optim.eps))

@@ -1,0 +1,162 @@
+"""The settings of training act, and what a run keeps is what it should keep; all in this process, on one rank."""
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from support import RANKS, module, newest_checkpoint, read_checkpoint, read_records, settings
+
+dataset, runtime, UserError = module("dataset"), module("runtime"), module("config").UserError
+Trainer = module("train").Trainer
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Any]:
+    """A process group of this process alone."""
+    with runtime.process_group(settings("--distributed.device", "cpu").distributed, devices_per_rank=1) as alone:
+        yield alone
+
+
+@pytest.fixture
+def build(process: Any, tmp_path: Path) -> Callable[..., Any]:
+    """A function that builds a trainer from settings; it writes to ``tmp_path``."""
+    return partial(build_trainer, process, tmp_path)
+
+
+def build_trainer(process: Any, run: Path, *words: str) -> Any:
+    """Build a trainer that writes to the directory ``run``."""
+    return Trainer(settings(*words, "--distributed.device", "cpu", "--run.dir", str(run)), process)
+
+
+def step(trainer: Any) -> dict[str, torch.Tensor]:
+    """Take one step, and return its losses."""
+    losses: dict[str, torch.Tensor] = trainer.step(*module("splitting").unpack(next(iter(trainer.loader))))[0]
+    return losses
+
+
+def layers(trainer: Any) -> list[nn.Module]:
+    """Return the modules that compute with matrices or kernels of their own."""
+    modules = trainer.parallel.module.modules()
+    return [layer for layer in modules if any(p.dim() > 1 for p in layer.parameters(recurse=False))]
+
+
+def draw() -> list[float]:
+    """Draw a number from each of the global generators."""
+    return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+
+def test_random_numbers_continue_where_they_were_saved(build: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = build()
+    unsaved = draw()
+    trainer.checkpointer.save(trainer.progress)
+    expected = draw()
+    resumed = build()
+    assert draw() == unsaved
+    resumed.restore([newest_checkpoint(tmp_path)])
+    assert draw() == expected
+
+
+def test_ranks_draw_different_random_numbers(trained: Callable[..., Path]) -> None:
+    states = read_checkpoint(newest_checkpoint(trained(RANKS)))["rng"]
+    for kind in ("python", "numpy", "torch"):
+        assert len({str(state[kind].tolist() if kind == "torch" else state[kind]) for state in states}) == RANKS, kind
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_layers_compute_in_the_precision_and_weights_stay_in_fp32(
+    build: Callable[..., Any], precision: str, dtype: torch.dtype
+) -> None:
+    trainer, seen = build("--train.precision", precision), set()
+    for layer in layers(trainer):
+        layer.register_forward_hook(lambda layer, inputs, output: seen.add((type(layer), output.dtype)))
+    step(trainer)
+    assert dtype in {dtype for kind, dtype in seen if issubclass(kind, nn.Linear | nn.Conv2d)} or not seen
+    assert {p.dtype for p in trainer.parallel.module.parameters()} == {torch.float32}
+
+
+def test_blocks_are_compiled(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Traced, but not translated to C++.
+    from torch._dynamo.utils import counters  # Slow to import.
+
+    expected = float(step(build())["loss"])
+    counters.clear()
+    loss = float(step(build("--train.compile", "true"))["loss"])
+    assert counters["stats"]["unique_graphs"] > 0
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_blocks_are_computed_again_for_backward(build: Callable[..., Any]) -> None:
+    calls: dict[str, int] = {}
+    for value in ("false", "true"):
+        trainer = build("--train.activation_checkpointing", value)
+        for layer in layers(trainer):
+            layer.register_forward_pre_hook(lambda *_: calls.update({value: calls.get(value, 0) + 1}))  # noqa: B023
+        step(trainer)
+    assert calls["false"] < calls["true"] <= 2 * calls["false"]
+
+
+def test_evaluation_is_in_evaluation_mode_and_training_is_not(build: Callable[..., Any]) -> None:
+    trainer, modes = build(), []
+    for layer in layers(trainer):
+        layer.register_forward_pre_hook(lambda layer, _: modes.append(layer.training))
+    trainer.evaluator()
+    assert set(modes) == {False}
+    modes.clear()
+    step(trainer)
+    assert set(modes) == {True}
+
+
+@pytest.fixture(scope="module")
+def finished(process: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that evaluates and saves after each of them."""
+    run = tmp_path_factory.mktemp("finished")
+    every_step = "--train.eval_every 1 --checkpoint.every_steps 1 --train.log_every 3 --checkpoint.keep 3".split()
+    timeout = ["--distributed.timeout_seconds", "77", "--optim.lr", "0.05", "--optim.warmup_steps", "0"]
+    build_trainer(process, run, "--train.max_steps", "8", *every_step, *timeout).run()
+    return run
+
+
+def test_a_run_keeps_the_newest_checkpoints_and_the_best(finished: Path) -> None:
+    values = {record["step"]: record[dataset.BEST_METRIC] for record in read_records(finished, "eval")}
+    extreme = max(values.values()) if dataset.HIGHER_IS_BETTER else min(values.values())
+    best = next(step for step, value in values.items() if value == extreme)
+    progress = read_checkpoint(newest_checkpoint(finished))["progress"]
+    assert len(values) == 8 and len(set(values.values())) > 1
+    assert (progress["best_step"], progress["best_value"]) == (best, extreme)
+    kept = {int(path.stem.removeprefix("step-")) for path in (finished / "checkpoints").iterdir()}
+    assert kept == {6, 7, 8, best}
+
+
+def test_a_run_logs_every_few_steps_and_the_last_one(finished: Path) -> None:
+    records = read_records(finished, "train")
+    assert [record["step"] for record in records] == [3, 6, 8]
+    assert all(math.isfinite(record["loss"]) for record in records)
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_setting_says(finished: Path) -> None:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=77)
+
+
+def test_a_save_that_fails_leaves_no_checkpoint(
+    build: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: int) -> None:
+        raise OSError("no space left on device")
+
+    trainer = build()
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match="no space left"):
+        trainer.checkpointer.save(trainer.progress)
+    assert not list(tmp_path.glob("checkpoints/*.pt"))
