@@ -61,22 +61,24 @@ def find_processes(folder: Path) -> list[int]:
     return processes(lambda _, command: str(folder).encode() in command)
 
 
-def mpi_command(kind: str, project: Path, *arguments: str | Path) -> list[str | Path]:
-    """Return the command that starts two ranks with an MPI launcher; skip the test if it is not installed."""
+def mpi_command(kind: str, project: Path, *arguments: str | Path, ranks: int = 2) -> list[str | Path]:
+    """Return the command that starts ranks with an MPI launcher; skip the test if it is not installed."""
     program, options, package = MPI[kind]
     if not shutil.which(program):
         pytest.skip(f"{program} is not installed (Debian's {package})")
     module = next((project / "src").iterdir()).name
-    return [program, *options, "-np", "2", sys.executable, "-m", module, *arguments]
+    return [program, *options, "-np", str(ranks), sys.executable, "-m", module, *arguments]
 
 
-@pytest.mark.parametrize("kind", MPI)
-def test_a_run_under_mpirun_has_the_same_losses(plain: Path, reference: Path, kind: str, tmp_path: Path) -> None:
-    command = mpi_command(kind, plain, "train", *SHORT, "--run.dir", tmp_path / "run")
+@pytest.mark.parametrize(("kind", "ranks"), [("Open MPI", 2), ("MPICH", 1), ("MPICH", 2)])
+def test_a_run_under_mpirun_has_the_same_losses(
+    plain: Path, reference: Path, kind: str, ranks: int, tmp_path: Path
+) -> None:
+    command = mpi_command(kind, plain, "train", *SHORT, "--run.dir", tmp_path / "run", ranks=ranks)
     launcher = start(plain, *command, log=tmp_path / "log")
     assert launcher.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
     assert losses(tmp_path / "run") == approximately(losses(reference)[:6])
-    assert "on 2 rank(s)" in (tmp_path / "log").read_text()
+    assert f"on {ranks} rank(s)" in (tmp_path / "log").read_text()
 
 
 def test_ranks_under_mpirun_can_rendezvous_through_a_file(plain: Path, reference: Path, tmp_path: Path) -> None:
@@ -86,8 +88,9 @@ def test_ranks_under_mpirun_can_rendezvous_through_a_file(plain: Path, reference
     assert losses(tmp_path / "run") == approximately(losses(reference)[:6])
 
 
-def test_an_invalid_setting_under_mpirun_is_reported_once(plain: Path, tmp_path: Path) -> None:
-    command = mpi_command("Open MPI", plain, "train", "--data.global_batch_size", "63", "--run.dir", tmp_path / "run")
+@pytest.mark.parametrize("kind", MPI)
+def test_an_invalid_setting_under_mpirun_is_reported_once(plain: Path, kind: str, tmp_path: Path) -> None:
+    command = mpi_command(kind, plain, "train", "--data.global_batch_size", "63", "--run.dir", tmp_path / "run")
     assert start(plain, *command, log=tmp_path / "log").wait(TIMEOUT) == 2
     assert (tmp_path / "log").read_text().count("error: data.global_batch_size is 63") == 1
     assert not (tmp_path / "run").exists()
