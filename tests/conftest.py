@@ -26,6 +26,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 Bake = Callable[..., Path]
 
+pytest_plugins = ["skips"]
 
 # The questions whose answers change code: every combination of these answers is rendered. The other questions change
 # only separate files, as test_render.py checks, so their values vary in turn.
