@@ -127,10 +127,13 @@ def preflight(argv: Sequence[str]) -> None:
         launch.check_debugger(world_size)
         check(config, world_size, COMMANDS[command].trains)
         if command != "doctor":  # It reports these itself, with everything else.
-            if config.distributed.backend in ("nccl", "mpi"):
+            # PyTorch takes seconds to import; count_ranks has done it if it counted the accelerators of this machine.
+            if "torch" in sys.modules or config.distributed.backend in ("nccl", "mpi"):
                 from .runtime import choose_backend, choose_device
 
-                choose_backend(config.distributed.backend, choose_device(config.distributed, 1, launch.ProcessInfo()))
+                info = launch.ProcessInfo(world_size=world_size, local_world_size=nproc)
+                device = choose_device(config.distributed, config.parallel.devices_per_rank(), info)
+                choose_backend(config.distributed.backend, device)
             launch.check_port(config.distributed.init_method)
         if command == "train":
             run_dir, resume = Path(config.run.dir), config.checkpoint.resume

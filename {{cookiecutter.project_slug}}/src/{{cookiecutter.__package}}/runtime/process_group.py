@@ -85,10 +85,12 @@ def choose_device(config: DistributedConfig, devices_per_rank: int, info: Proces
     if info.launcher == "srun" and count == devices_per_rank:
         return torch.device(accelerator.type, 0)  # Slurm may make only a task's own devices visible to it.
     if info.local_world_size * devices_per_rank > count and config.backend != "gloo":
+        processes = count // devices_per_rank
+        fewer = f"start fewer (NPROC={processes})" if processes else f"use fewer for each (--parallel.devices {count})"
         raise UserError(
             f"{info.local_world_size} process(es) on this machine with {devices_per_rank} device(s) each, but {count} "
-            f"device(s): start fewer (NPROC={count // devices_per_rank}), use the CPU (--distributed.device cpu), or "
-            "share the devices (--distributed.backend gloo)"
+            f"device(s): {fewer}, use the CPU (--distributed.device cpu), or share the devices "
+            "(--distributed.backend gloo)"
         )
     return torch.device(accelerator.type, info.local_rank * devices_per_rank % count)
 
