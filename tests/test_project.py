@@ -24,7 +24,9 @@ INSTALLED = ("ddp", "digits")
 def test_setup_lint_test_and_train_work_in_a_rendered_project(bake: Bake) -> None:
     parallelism, task = INSTALLED
     project = bake(parallelism=parallelism, task=task, **ANSWERS)
-    run("make", "setup", cwd=project, PYTHON="python3")
+    log = project.parent / "pip.log"
+    run("make", "setup", cwd=project, PYTHON="python3", PIP_LOG=str(log))
+    assert list_distributions(project, log) - read_constraints(project) == set()
     assert (project / ".git" / "hooks" / "pre-commit").exists()
     run("git", "add", "--all", cwd=project)
     tracked = run("git", "ls-files", cwd=project).stdout.splitlines()
@@ -32,7 +34,7 @@ def test_setup_lint_test_and_train_work_in_a_rendered_project(bake: Bake) -> Non
     run("make", "lint", cwd=project)
     run("git", "diff", "--exit-code", cwd=project)  # The hooks changed no file.
     result = run("make", "test", cwd=project)
-    assert re.search(r"^\d+ passed", result.stdout.splitlines()[-1].strip("= "))
+    assert_none_skipped(result.stdout)
     run("make", "train", cwd=project, NPROC="2")
     assert (project / "runs" / "default" / "curves.png").exists()
 
@@ -49,6 +51,33 @@ def test_setup_lint_test_and_train_work_in_a_rendered_project(bake: Bake) -> Non
     assert other.read_text() == unused_import
 
 
+def list_distributions(project: Path, log: Path) -> set[str]:
+    """Return `name==version` of what is in the environment, and of what pip's log says that it was built with."""
+    pip = run(project / ".venv/bin/pip", "list", "--format=freeze", "--exclude-editable", "--exclude=pip", cwd=project)
+    built_with = [line.split() for line in re.findall("Successfully installed (.*)", log.read_text())]
+    words = pip.stdout.split() + ["==".join(word.rsplit("-", 1)) for line in built_with for word in line]
+    found = {normalize(word) for word in words} - {f"{project.name}==0.1.0"}
+    # PyTorch itself fixes the versions of the packages that its build for CUDA needs.
+    return {word for word in found if not word.startswith(("nvidia-", "cuda-", "triton=="))}
+
+
+def read_constraints(project: Path) -> set[str]:
+    """Return the lines of constraints.txt, normalized."""
+    lines = (project / "constraints.txt").read_text().splitlines()
+    return {normalize(line) for line in lines if not line.startswith("#")}
+
+
+def normalize(requirement: str) -> str:
+    """Return `name==version` with the index's spelling of the name, without a local version such as `+cpu`."""
+    name, _, version = requirement.partition("==")
+    return f"{re.sub('[-_.]+', '-', name).lower()}=={version.partition('+')[0]}"
+
+
+def assert_none_skipped(output: str) -> None:
+    """Assert that the last line of pytest's output says that tests passed, and nothing else."""
+    assert re.search(r"^\d+ passed in", output.splitlines()[-1].strip("= ")), output
+
+
 COMBINATIONS = set(itertools.product(CHOICES["parallelism"], CHOICES["task"]))
 
 
@@ -56,7 +85,7 @@ COMBINATIONS = set(itertools.product(CHOICES["parallelism"], CHOICES["task"]))
 def test_every_strategy_and_task_passes_its_own_tests(bake: Bake, parallelism: str, task: str) -> None:
     launcher = "spawn" if task == "digits" else "torchrun"
     project = bake(parallelism=parallelism, task=task, launcher=launcher)
-    run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", cwd=project)
+    assert_none_skipped(run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", cwd=project).stdout)
 
 
 def test_setup_does_not_change_a_larger_repository(bake: Bake, tmp_path: Path) -> None:
