@@ -327,7 +327,7 @@ def test_registered_state_is_saved_and_restored(bake: Bake, tmp_path: Path, para
     converted = tmp_path / "converted.dcp"
     checkpoint = tmp_path / "run/checkpoints/step-00000006.pt"
     launch(project, "convert", "--checkpoint", checkpoint, "--output", converted)
-    launch(project, "convert", "--checkpoint", converted, "--output", tmp_path / "back.pt")
+    launch(project, "convert", "--output", tmp_path / "back.pt", "--checkpoint", converted)
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert all(torch.equal(back["copies"][name], content["copies"][name]) for name in content["copies"])
 
