@@ -5,7 +5,7 @@ BIN := $(CURDIR)/.venv/bin
 # `make demo task=digits tracker=tensorboard` passes on the answers given on make's command line.
 QUESTIONS := project_name project_slug author parallelism task launcher cluster tracker docker license
 quote = '$(subst ','\'',$(1))'
-ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$($(q)))))
+ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
 .PHONY: help demo test test-fast lint
 help:
