@@ -1,86 +1,74 @@
 """Reject answers that cannot work before any file is written, and print the reason and a command that works.
 
-The checks depend only on the answers, so that a project renders the same everywhere.
+The checks depend only on the answers and on cookiecutter.json, so that a project renders the same everywhere.
 """
 
 import json
-import keyword
 import re
 import shlex
 import sys
+import unicodedata
 
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
-QUESTIONS = [
-    "project_name",
-    "project_slug",
-    "author",
-    "parallelism",
-    "task",
-    "launcher",
-    "cluster",
-    "tracker",
-    "docker",
-    "license",
-]
-# Import names that a project needs, in addition to those of the standard library: a package with one of these names
-# would shadow the module, or be shadowed by it.
-TAKEN = {
-    "cookiecutter",
-    "docstring_parser",
-    "jinja2",
-    "jsonargparse",
-    "matplotlib",
-    "mlflow",
-    "mypy",
-    "numpy",
-    "pip",
-    "pre_commit",
-    "pytest",
-    "ruff",
-    "setuptools",
-    "sympy",
-    "tensorboard",
-    "torch",
-    "torchrun",
-    "torchvision",
-    "tqdm",
-    "typing_extensions",
-    "wandb",
-    "yaml",
-    # The first is in the standard library, but not among its public names; the others are folders of the project.
-    "test",
-    "tests",
-    "src",
-    "runs",
-    "scripts",
-    "configs",
-}
+# The answers as they were given, before cookiecutter evaluated them as Jinja templates; cruft does not provide them.
+GIVEN = json.loads(r"""{{ _cookiecutter | default({}) | tojson }}""")
+EXAMPLES = {"project_name": "My Experiment", "author": "Your Name", "project_slug": "my-experiment"}
+LIMIT = ANSWERS["_slug_limit"]
+# These change the order in which the text around a name is displayed.
+BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+# What starts a Jinja expression, block or comment: cookiecutter and cruft evaluate answers that they are given.
+JINJA = ["{" * 2, *(ANSWERS["_jinja2_env_vars"][f"{kind}_start_string"] for kind in ("block", "comment"))]
+
+
+def original_answers():
+    """Return the answers before the template changed them, or cookiecutter evaluated what they contain."""
+    answers = ANSWERS | {"project_slug": ANSWERS["__given_slug"]}
+    for question in EXAMPLES:
+        given = str(GIVEN.get(question, ""))
+        is_default = question == "project_slug" and answers[question] == ANSWERS["__default_slug"]
+        if any(start in given for start in JINJA) and not is_default:
+            answers[question] = given
+    return answers
 
 
 def find_fault(answers):
-    """Return the first answer that cannot work as (question, reason, a value that works), or None if all work."""
-    for question, example in (("project_name", "My Experiment"), ("author", "Your Name"), ("project_slug", "")):
+    """Return the first answer that cannot work as (question, reason, a better value), or None if all work."""
+    for question, example in EXAMPLES.items():
         answer = answers[question]
-        if not answer.strip():
-            return question, "is empty", example or suggest(answers["project_name"])
-        if not answer.isprintable():
-            clean = " ".join("".join(c if c.isprintable() else " " for c in answer).split())
-            return question, "contains a control character or a line break", clean or example
-    slug = answers["project_slug"]
-    package = slug.replace("-", "_")
+        if any(map(is_control, answer)):
+            printable = "".join(" " if is_control(c) else c for c in answer)
+            return question, "contains a control character or a line break", " ".join(printable.split())
+        for start in JINJA:
+            if start in answer:
+                apart = answer.replace(start, f"{start[0]} {start[1:]}")
+                return question, f"contains {start!r}, which cookiecutter would evaluate", apart
+        if all(c.isspace() or unicodedata.category(c) == "Cf" for c in answer):
+            return question, "is empty", suggest(answers["project_name"]) if question == "project_slug" else example
+    return find_slug_fault(answers["project_slug"].strip())
+
+
+def is_control(character):
+    """Return whether a name must not contain this character; joiners and all kinds of spaces are ordinary ones."""
+    return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDI_CONTROLS
+
+
+def find_slug_fault(slug):
+    """Return why a slug cannot be the name of a folder, a distribution and a package, as find_fault does."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", slug):
         return "project_slug", "is not letters and digits, joined by '-', starting with a letter", suggest(slug)
-    if keyword.iskeyword(package) or keyword.issoftkeyword(package):
-        return "project_slug", "is a Python keyword", f"my-{slug}"
-    if package.lower() in TAKEN or package.lower() in sys.stdlib_module_names:
-        return "project_slug", "is the name of an existing module, which it would shadow", f"my-{slug.lower()}"
+    if len(slug) > LIMIT:
+        return "project_slug", f"is longer than {LIMIT} characters", suggest(slug)
+    normalized = slug.lower().replace("_", "-")  # As pip compares names.
+    for reason, names in ANSWERS["_reserved"].items():
+        if normalized in names:
+            return "project_slug", reason, f"my-{normalized}"
     return None
 
 
 def suggest(text):
-    """Return a valid slug that is as close to ``text`` as possible."""
-    slug = "-".join(re.findall(r"[a-z0-9]+", text.lower())) or "my-experiment"
-    return slug if slug[0].isalpha() else f"experiment-{slug}"
+    """Return a slug of letters and digits that is as close to ``text`` as possible."""
+    slug = "-".join(re.findall(r"[a-z0-9]+", text.lower())) or EXAMPLES["project_slug"]
+    return (slug if slug[0].isalpha() else f"experiment-{slug}")[:LIMIT].rstrip("-")
 
 
 def command(answers):
@@ -93,16 +81,18 @@ def command(answers):
         words += ["--checkout", answers["_checkout"]]
     if answers.get("_output_dir"):
         words += ["--output-dir", answers["_output_dir"]]
-    return shlex.join([*words, "--no-input", *(f"{name}={answers[name]}" for name in QUESTIONS)])
+    questions = [name for name in answers if not name.startswith("_")]
+    return shlex.join([*words, "--no-input", *(f"{name}={answers[name]}" for name in questions)])
 
 
 def main():
     """Exit with 1 if an answer cannot work; cookiecutter then removes what it generated."""
-    fault = find_fault(ANSWERS)
+    answers = original_answers()
+    fault = find_fault(answers)
     if fault is not None:
         question, reason, _ = fault
-        print(f"error: {question} is {ANSWERS[question]!r}, which {reason}. Try:", file=sys.stderr)
-        print(f"  {command(ANSWERS)}", file=sys.stderr)
+        print(f"error: {question} is {answers[question]!r}, which {reason}. Try:", file=sys.stderr)
+        print(f"  {command(answers)}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -60,3 +60,17 @@ def test_a_question_is_asked_again_after_an_invalid_choice(tmp_path: Path) -> No
     child.expect("(?i)select one of the available options")
     child.close(force=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_pressing_enter_after_any_name_renders_a_project(tmp_path: Path) -> None:
+    child = answer_questions(tmp_path, {"project_name": "2024 Results"})
+    assert child.exitstatus == 0
+    assert (tmp_path / "experiment-2024-results" / "src" / "experiment_2024_results" / "train.py").exists()
+
+
+def test_an_answer_that_cookiecutter_would_evaluate_later_is_rejected(tmp_path: Path) -> None:
+    """It does not evaluate what is typed, but cruft would when it updates the project."""
+    child = answer_questions(tmp_path, {"project_name": "{{ 1 }}"})
+    assert child.exitstatus == 1
+    assert "error: project_name is '{{ 1 }}', which contains '{{'" in child.before
+    assert not list(tmp_path.iterdir())
