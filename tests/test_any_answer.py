@@ -65,9 +65,10 @@ def test_a_rejected_answer_comes_with_a_command_that_works(
 @settings(PROPERTY, max_examples=80)
 @given(name=ANY_TEXT.filter(lambda text: not is_jinja(text)) | st.sampled_from(RESERVED))
 @example("&#99999999999999999999;")
+@example("x" * 500)
 def test_the_default_slug_of_any_name_works(hook: dict[str, Any], name: str) -> None:
     answers = derive(project_name=name)["cookiecutter"]
-    assert hook["find_slug_fault"](answers["project_slug"]) is None
+    assert hook["find_slug_fault"](answers["__given_slug"]) is None
 
 
 @settings(PROPERTY, max_examples=80)
