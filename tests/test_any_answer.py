@@ -13,7 +13,7 @@ from conftest import CONTEXT
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-# The same examples in every run, and no folder that remembers earlier ones.
+# The same examples in every run.
 settings.register_profile("answers", derandomize=True, database=None, deadline=None)
 PROPERTY = settings.get_profile("answers")
 
