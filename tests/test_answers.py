@@ -131,14 +131,14 @@ def test_cookiecutter_rejects_an_answer_that_is_a_broken_template(answer: str, t
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_name_may_contain_any_other_character(bake: Bake, name: str) -> None:
-    project = bake(project_name=name, author=name, project_slug="plain", docker=True)
-    check_project(project, name.strip(), name.strip(), "plain")
+    project = bake(project_name=name, author=name, project_slug="own-name", docker=True)
+    check_project(project, name.strip(), name.strip(), "own-name")
     assert not list(project.rglob("hacked"))
 
 
 def test_names_change_no_code(bake: Bake) -> None:
     """Otherwise the code would have to be linted and run with every name."""
-    answers = {"project_slug": "plain", "docker": True, "cluster": "kubernetes"}
+    answers = {"project_slug": "own-name", "docker": True, "cluster": "kubernetes"}
     tree = read_tree(bake("default", **answers))
     named = read_tree(bake("named", project_name="Other", author="Somebody Else", **answers))
     different = {name for name in tree.keys() | named.keys() if tree.get(name) != named.get(name)}
