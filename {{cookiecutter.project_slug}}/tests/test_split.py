@@ -25,5 +25,7 @@ def test_a_split_gives_the_result_of_a_plain_loop(
 ) -> None:
     run = trained(nproc, *words)
     for record, theirs in zip(read_records(run, "train"), expected.records, strict=True):
-        assert {name: record[name] for name in theirs} == pytest.approx(theirs, rel=TOLERANCE)
+        for name, value in theirs.items():
+            # The norm of a small gradient is what rounding changes most.
+            assert record[name] == pytest.approx(value, rel=TOLERANCE * (10 if name == "grad_norm" else 1)), name
     assert_close(load_model(run), expected.weights)
