@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -27,27 +26,6 @@ CHOICES: dict[str, list[Any]] = {
 Bake = Callable[..., Path]
 
 pytest_plugins = ["skips"]
-
-# The questions whose answers change code: every combination of these answers is rendered. The other questions change
-# only separate files, as test_render.py checks, so their values vary in turn.
-CODE_QUESTIONS = ("parallelism", "task", "launcher", "tracker")
-
-
-def combinations() -> Iterator[dict[str, Any]]:
-    """Yield every combination of the answers that change code; the values of the other questions vary in turn."""
-    code_values = [CHOICES[name] for name in CODE_QUESTIONS]
-    other_questions = [name for name in CHOICES if name not in CODE_QUESTIONS]
-    other_values = itertools.cycle(itertools.product(*(CHOICES[name] for name in other_questions)))
-    for values in itertools.product(*code_values):
-        other_answers = dict(zip(other_questions, next(other_values), strict=True))
-        answers = dict(zip(CODE_QUESTIONS, values, strict=True)) | other_answers
-        yield {name: answers[name] for name in CHOICES}
-
-
-def name_of(answers: dict[str, Any]) -> str:
-    """Return a test id: the answers that differ from the defaults."""
-    return "-".join(f"{k}={v}" for k, v in answers.items() if v != CHOICES[k][0]) or "default"
-
 
 # The slowest files start first; otherwise one worker would still run them when the others have finished.
 SLOWEST = ("test_strategies.py", "test_project.py", "test_train.py", "test_symptoms.py")
