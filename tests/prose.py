@@ -24,16 +24,16 @@ class Document:
         self.links = [target for target in targets if not re.match(r"[a-z]+:", target)]
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with the file by itself."""
+        """Yield what is wrong with the file by itself, with the line where it begins."""
         for token in self.tokens:
-            first, end = token.map or (0, 0)
+            first, end = token.map or (0, 1)
+            texts = [child.content for child in token.children or [] if child.type == "text"]
             if token.type == "fence" and self.lines[end - 1].strip() != token.markup:
-                yield f"{self.path}:{first + 1}: the code block does not end"
-            if token.type == "table_open" and len({cells(line) for line in self.lines[first:end]}) > 1:
-                yield f"{self.path}:{first + 1}: the rows of the table differ in length"
-            for child in token.children or []:
-                if child.type == "text" and re.search(r"^\||\]\(", child.content):
-                    yield f"{self.path}:{first + 1}: no table, or no link, though it looks like one: {child.content}"
+                yield f"{self.path}: a code block does not end: {self.lines[first]}"
+            elif token.type == "table_open" and len({cells(line) for line in self.lines[first:end]}) > 1:
+                yield f"{self.path}: rows of a table differ in length: {self.lines[first]}"
+            elif any(re.search(r"^\||\]\(", text) for text in texts):
+                yield f"{self.path}: looks like a table or a link, but is none: {self.lines[first]}"
 
     def broken_links(self, documents: dict[str, Document], files: Collection[str]) -> Iterator[str]:
         """Yield the links to files, folders or headings that do not exist; all paths start at the project."""
@@ -43,7 +43,7 @@ class Document:
             path = posixpath.normpath(posixpath.join(posixpath.dirname(self.path), name)) if name else self.path
             if path not in files and path not in folders:
                 yield f"{self.path}: no file {link}"
-            elif anchor and anchor not in documents[path].anchors:
+            elif anchor and (path not in documents or anchor not in documents[path].anchors):
                 yield f"{self.path}: no heading {link}"
 
 

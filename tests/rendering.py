@@ -77,7 +77,7 @@ class Rendering:
         """Write each distinct file whose path matches to a folder of its own, and return the paths."""
         files = [file for file in self.owners if Path(file.path).match(pattern)]
         assert files, pattern
-        return [write([file], folder / pattern.replace("/", "-") / str(i)) / file.path for i, file in enumerate(files)]
+        return [write([file], folder / str(i)) / file.path for i, file in enumerate(files)]
 
 
 def read(project: str | Path) -> Iterable[File]:

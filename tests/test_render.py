@@ -38,7 +38,7 @@ def test_every_branch_of_the_templates_is_taken(rendering: Rendering) -> None:
     """What no answers lead to can be deleted."""
     branches, taken = rendering.recorder.branches, rendering.recorder.taken
     print(f"{len(branches & taken)} of {len(branches)} branches in {len(rendering.projects)} projects")
-    assert sorted(branches - taken) == []
+    assert not branches - taken, "\n".join(["never taken:", *sorted(branches - taken)])
     assert len(branches) > 500 and taken <= branches
 
 
@@ -124,14 +124,13 @@ def test_workflows_pass_zizmor(rendering: Rendering, tmp_path: Path) -> None:
 def test_markdown_is_well_formed_and_its_links_lead_somewhere(rendering: Rendering) -> None:
     documents = {file: Document(file.path, file.text) for file in rendering.owners if file.path.endswith(".md")}
     own = {path.name: Document(path.name, path.read_text()) for path in TEMPLATE.glob("*.md")}
-    assert [fault for document in [*documents.values(), *own.values()] for fault in document.faults()] == []
-    broken = set()
+    broken = {fault for document in [*documents.values(), *own.values()] for fault in document.faults()}
     for project in rendering.projects:
         present = {path: documents[file] for path, file in project.files.items() if file in documents}
         broken |= {fault for document in present.values() for fault in document.broken_links(present, project.files)}
     files = [str(path.relative_to(TEMPLATE)) for path in TEMPLATE.glob("*")]
     broken |= {fault for document in own.values() for fault in document.broken_links(own, files)}
-    assert broken == set()
+    assert not broken, "\n".join(sorted(broken))
 
 
 def test_a_project_has_no_traces_of_the_template_or_of_other_choices(rendering: Rendering) -> None:
@@ -141,7 +140,7 @@ def test_a_project_has_no_traces_of_the_template_or_of_other_choices(rendering: 
         if not file.path.startswith(".github"):
             traces |= {f"{file.path}: {found}" for found in re.findall(template, re.sub("Jinja2==.*", "", file.text))}
         traces |= set(find_traces(file, rendering.owners[file]))
-    assert sorted(traces) == []
+    assert not traces, "\n".join(sorted(traces))
 
 
 def test_each_trace_is_left_by_its_own_choice(rendering: Rendering) -> None:

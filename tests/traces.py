@@ -34,7 +34,7 @@ IN_PROSE = {
     ("parallelism", "fsdp"): r"reshard|all-gather|reduce-scatter|HSDP",
     ("parallelism", "pipeline"): r"\bstages?\b(?! files)|GPipe|1F1B",
     ("parallelism", "tensor"): r"DTensor|(col|row)wise",
-    ("task", "digits"): r"batch.?norm|step-00000440|\b360\b|\bimages? to\b|\bclass(es)? of\b",
+    ("task", "digits"): r"batch.?norm|step-00000440|\b360\b|\bdigits\b",
     ("task", "language"): r"step-00001855|byte-level|(one|eight)_gpus?",
 }
 # What an answer rules out: it is in no prose of a project with that answer.
