@@ -20,6 +20,9 @@ from conftest import CHOICES, TEMPLATE
 from cookiecutter.generate import is_binary
 from cookiecutter.main import cookiecutter
 
+# Names whose slug needs a prefix, which takes branches that the other names do not take.
+NAMES = ("Torch", "2024 Results")
+
 
 class File(NamedTuple):
     """One file of a rendered project."""
@@ -55,13 +58,13 @@ class Rendering:
             patch.setattr("cookiecutter.generate.create_env_with_context", lambda context: self.recorder)
             patch.setattr("cookiecutter.generate.is_binary", functools.cache(is_binary))
             for values in itertools.product(*CHOICES.values()):
-                self.render(dict(zip(CHOICES, values, strict=True)), scratch)
+                answers = dict(zip(CHOICES, values, strict=True))
+                self.keep(Project(answers, {}), render(scratch, **answers))
+            for name in NAMES:
+                render(scratch, project_name=name)
 
-    def render(self, answers: dict[str, Any], scratch: str) -> None:
-        """Render one combination, without hooks, and read it into memory."""
-        options = {"no_input": True, "extra_context": answers, "output_dir": scratch, "accept_hooks": False}
-        folder = cookiecutter(str(TEMPLATE), **options)
-        project = Project(answers, {})
+    def keep(self, project: Project, folder: str) -> None:
+        """Move the files of a project from its folder into memory."""
         for file in read(folder):
             owners = self.owners.setdefault(file, [])
             owners.append(project)
@@ -78,6 +81,11 @@ class Rendering:
         files = [file for file in self.owners if Path(file.path).match(pattern)]
         assert files, pattern
         return [write([file], folder / str(i)) / file.path for i, file in enumerate(files)]
+
+
+def render(scratch: str, **answers: Any) -> str:
+    """Render a project without hooks, and return its folder."""
+    return cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=scratch, accept_hooks=False)
 
 
 def read(project: str | Path) -> Iterable[File]:
