@@ -1,0 +1,237 @@
+"""What the documents of the template and of its projects say is so: commands, settings, names, files and figures."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import RULES, SUBCOMMANDS, Command, made_run
+from conftest import CHOICES, TEMPLATE, Bake, run
+from cookiecutter.main import cookiecutter
+from documents import anchors, commands, documents, fences, is_command, links, program_of, sections, spans, tables
+from names import Names
+from recipes import SENTENCE, apply
+from runs import task_of
+from slurm import MISSING, start_slurm
+from test_recipes import NAMES as RECIPES
+from test_symptoms import REPRODUCED
+
+PROGRAMS = set(RULES)
+# Inline code that names nothing in the project, and what it is.
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("--section.key value", "__private", "#:: ... ::#", "task=language"), "stands for others of its kind"
+    ),
+    **dict.fromkeys(("tcp://HOST:PORT", "file:///PATH", "127.0.0.1:5678"), "an address"),
+    **dict.fromkeys(("checkpoints/step-*", "step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
+    **dict.fromkeys(("(targets >= 0).sum()", "len(targets)", '{"loss": ..., "kl": ...}'), "what a reader may write"),
+    **dict.fromkeys(("/data/", "model.safetensors"), "a file of the reader"),
+    "GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)": "code for transformers",
+    "-genv MASTER_ADDR HOST": "an option of MPICH",
+    "--selector jobset.sigs.k8s.io/jobset-name=my-experiment": "an option of kubectl logs",
+    "restricted": "a policy of Kubernetes",
+    "KillWait": "a setting of Slurm",
+    "SignalException": "an error of torchrun",
+    "MALLOC_MMAP_THRESHOLD_=65536": "a variable of the C library",
+    "dmesg": "a program of the system",
+}
+
+
+def covering_answers() -> Iterator[dict[str, Any]]:
+    """Yield every strategy, task and cluster together; the other answers are drawn, the same ones each time."""
+    draw = random.Random(0)
+    questions = ("parallelism", "task", "cluster")
+    for values in itertools.product(*(CHOICES[name] for name in questions)):
+        others = {name: draw.choice(CHOICES[name]) for name in CHOICES if name not in questions}
+        yield others | dict(zip(questions, values, strict=True))
+
+
+@pytest.fixture(scope="module")
+def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Projects that together show all documents."""
+    paths = []
+    for answers in covering_answers():
+        output = str(tmp_path_factory.mktemp("project"))
+        options = {"no_input": True, "extra_context": answers, "output_dir": output, "accept_hooks": False}
+        paths.append(Path(cookiecutter(str(TEMPLATE), **options)))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def pages(projects: list[Path]) -> list[tuple[Path, str, str]]:
+    """Every document once: the project (or the template) that has it, its name and its text, READMEs first."""
+    shown = [(root, name, text) for root in (TEMPLATE, *projects) for name, text in manual(root).items()]
+    distinct = {(root == TEMPLATE, text): (root, name, text) for root, name, text in shown}
+    return sorted(distinct.values(), key=lambda page: page[1].startswith("docs/"))
+
+
+def manual(root: Path) -> dict[str, str]:
+    """Return the documents of a repository; the help of its Makefile is one, with each command as inline code."""
+    text = (root / "Makefile").read_text()
+    shown = re.sub(r"((?:[A-Z]+=\S+ )?\bmake [a-z-]+)", r"`\1`", "\n".join(re.findall(r'echo "(make .*)"', text)))
+    comments = "\n".join(re.findall(r"^# (.*)", text, re.MULTILINE))
+    return documents(root) | {"Makefile": f"{comments}\n{shown}"}
+
+
+@pytest.fixture(scope="module")
+def found(pages: list[tuple[Path, str, str]], projects: list[Path]) -> list[Command]:
+    """Each command that a document shows, once for the template and once for the projects."""
+    distinct: dict[tuple[bool, str], Command] = {}
+    for root, name, text in pages:
+        for command in commands(text, PROGRAMS):
+            # The template's documents also show commands for a project.
+            moved = root == TEMPLATE and re.search(r"scripts/|make (setup|train)\b", command)
+            folder = projects[0] if moved else root
+            distinct.setdefault((folder == TEMPLATE, command), Command(command, name, folder))
+    return list(distinct.values())
+
+
+def test_each_command_has_a_rule(found: list[Command]) -> None:
+    for command in found:
+        assert program_of(command.text) in RULES, (
+            f"{command.document} shows `{command.text}`: add its program to RULES in tests/commands.py, to be run or "
+            "checked by its own parser; or, with the reason, to be neither"
+        )
+    unused = PROGRAMS - {program_of(command.text) for command in found}
+    assert not unused & {name for name in RULES if name not in SUBCOMMANDS}
+    kinds = [RULES[program_of(command.text)].kind for command in found]
+    print(len(found), "commands:", {kind: kinds.count(kind) for kind in kinds})
+
+
+def of_program(found: list[Command], program: str) -> list[Command]:
+    return [each for each in found if program_of(each.text) == program and not each.document.startswith("docs/")]
+
+
+@pytest.mark.parametrize("program", [name for name, rule in RULES.items() if rule.kind == "check" and not rule.slurm])
+def test_a_command_that_cannot_be_run_is_accepted_by_its_parser(found: list[Command], program: str) -> None:
+    if program in ("docker", "kubectl") and not shutil.which(program):
+        pytest.skip(f"no {program} here")
+    for command in of_program(found, program):
+        RULES[program].act(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [name for name, rule in RULES.items() if rule.kind == "run" and not rule.slurm])
+def test_a_command_runs(found: list[Command], program: str) -> None:
+    if program in ("mpirun", "mpiexec") and not shutil.which(program):
+        pytest.skip(f"no {program} here: apt-get install openmpi-bin")
+    for command in of_program(found, program):
+        RULES[program].act(command)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} here: apt-get install slurm-wlm munge")
+def test_the_commands_for_slurm(found: list[Command]) -> None:
+    with start_slurm() as slurm:
+        for program in [name for name, rule in RULES.items() if rule.slurm]:
+            for command in of_program(found, program):
+                RULES[program].act(command, slurm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_commands_of_a_recipe(found: list[Command], recipe: str, tmp_path: Path) -> None:
+    """Each is run where a reader enters it: before or after the edits. test_recipes.py runs the last training."""
+    shown = [command for command in found if command.document == f"docs/{recipe}.md"]
+    for root in dict.fromkeys(command.project for command in shown):
+        page = (root / "docs" / f"{recipe}.md").read_text()
+        project = Path(shutil.copytree(root, tmp_path / root.parent.name, symlinks=True))
+        edits = SENTENCE.search(page)
+        assert edits is not None
+        before = commands(page[: edits.start()], PROGRAMS)
+        made_run(project, "full")  # By the model that the recipe has not changed yet.
+        own = [command.text for command in shown if command.project == root and not is_trained_elsewhere(command, page)]
+        for number, text in enumerate(own):
+            if text not in before and (number == 0 or own[number - 1] in before):
+                apply(project / "docs" / f"{recipe}.md", project)
+            act = RULES[program_of(text)].act
+            assert act is not None
+            act(Command(text, f"docs/{recipe}.md", project))
+
+
+def is_trained_elsewhere(command: Command, page: str) -> bool:
+    """Return whether test_recipes.py runs a command: the last training of a page of the default task."""
+    trainings = [text for text in commands(page, PROGRAMS) if "launch.sh train" in text]
+    return task_of(command.project) == "digits" and command.text == trainings[-1]
+
+
+# The accelerators of the machines that an experiment is for, or 0 for a machine that has none.
+DEVICES = {"default.yaml": (0, 1, 2, 4), "one_gpu.yaml": (1,), "eight_gpus.yaml": (8,)}
+CHECK = """
+import sys
+from my_experiment.__main__ import COMMANDS, check
+from my_experiment.config import from_dict
+from my_experiment.launch import parse
+config = from_dict(parse(["train", "--config", sys.argv[1]], COMMANDS)[1])
+for devices in sys.argv[2:]:
+    check(config, config.parallel.default_nproc(int(devices)), trains=True)
+"""
+
+
+@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+@pytest.mark.parametrize("task", CHOICES["task"])
+def test_each_experiment_passes_the_checks_before_training(bake: Bake, parallelism: str, task: str) -> None:
+    project = bake(parallelism=parallelism, task=task)
+    experiments = sorted((project / "configs").iterdir())
+    assert experiments
+    for path in experiments:
+        run(sys.executable, "-c", CHECK, path, *map(str, DEVICES[path.name]), cwd=project, PYTHONPATH="src")
+
+
+def test_each_name_has_a_meaning(pages: list[tuple[Path, str, str]], projects: list[Path]) -> None:
+    # The template's documents are about its projects, too.
+    known = {root: Names(root) for root in projects} | {TEMPLATE: Names(TEMPLATE, projects[0])}
+    unknown: dict[str, str] = {}
+    for root, page, text in pages:
+        names = {name for name in (*spans(text), *listed_files(text)) if not is_command(name, PROGRAMS)}
+        unknown |= dict.fromkeys(known[root].unknown(names, text), page)
+    unknown = {name: page for name, page in unknown.items() if name not in REPRODUCED}  # By tests/test_symptoms.py.
+    assert {name: page for name, page in unknown.items() if name not in ELSEWHERE} == {}, (
+        "nothing in the project has these names: correct the document; or, if they are the names of other things, say "
+        "in ELSEWHERE of which"
+    )
+    assert ELSEWHERE.keys() - unknown.keys() == set(), "these have got a meaning, or are in no document any more"
+
+
+def listed_files(text: str) -> list[str]:
+    """Return the files and folders in the listings of a document."""
+    return re.findall(r"(?<!\S)[\w/]+(?:\.py|\.md|\.sh|/)(?!\S)", "\n".join(fences(text, "")))
+
+
+def test_each_link_has_a_target(pages: list[tuple[Path, str, str]]) -> None:
+    for root, page, text in pages:
+        for link in links(text):
+            path, _, anchor = link.partition("#")
+            target = (root / page).parent / path if path else root / page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors(target.read_text()), f"{page}: {link}"
+
+
+FIGURE = re.compile(r"\d+(\.\d+)?(e-?\d+)?( (of|to) \d+.*)?")
+
+
+def test_each_measured_figure_has_its_command(pages: list[tuple[Path, str, str]]) -> None:
+    """In the row, if the table has a column for it, otherwise in the same section. A test file is a command, too."""
+    counted = 0
+    for _, page, text in pages:
+        for section in sections(text):
+            for header, *rows in tables(section):
+                figures = [row for row in rows if any(map(FIGURE.fullmatch, row))]
+                for row in figures:
+                    shown = row[header.index("command")] if "command" in header else section
+                    assert makes_figures(shown), f"{page} does not say how to get {row}"
+                counted += len(figures)
+            if re.search(r"^Measured on", section, re.MULTILINE):
+                assert makes_figures(section), f"{page} does not say how to measure this:\n{section}"
+    assert counted
+
+
+def makes_figures(text: str) -> bool:
+    return bool(commands(text, PROGRAMS)) or bool(re.search(r"`tests/test_\w+\.py`|the same test", text))
