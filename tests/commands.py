@@ -14,11 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from conftest import TEMPLATE, check_answers, run
-from documents import program_of
+from documents import SUBCOMMANDS
 from runs import SMALL_LANGUAGE, task_of, wait_until
 from slurm import Slurm, free_ports
 
-SUBCOMMANDS = ("train", "evaluate", "generate", "doctor", "benchmark", "convert")
 BIN = Path(sys.executable).parent
 INSTALLED = f"{BIN}:{os.environ['PATH']}"  # A reader has cookiecutter and cruft on the path.
 # What Open MPI asks for on a small machine or from root; MPICH ignores it.
@@ -64,16 +63,16 @@ def run_ours(command: Command, **environment: str) -> None:
     """Run a command of this project's program with small settings; one for a debugger is only checked."""
     if "DEBUG_RANK" in command.text:  # tests/test_debug.py attaches to such a run.
         return preflight(command, DEBUG_RANK=command.text.partition("=")[2][0])
-    text = command.text if program_of(command.text) not in SUBCOMMANDS else f"scripts/launch.sh {command.text}"
+    text = f"scripts/launch.sh {command.text}" if command.text.startswith(SUBCOMMANDS) else command.text
     provide_runs(command)
-    command.run(f"{text} {shlex.join(small_settings(command))}", **environment)
+    command.run(f"{text} {shlex.join(small_settings(command))}", PYTHONPATH="src", **environment)
 
 
 def preflight(command: Command, **environment: str) -> None:
     """Let this project's program check the settings of a command that is not run."""
     package = next((command.project / "src").iterdir()).name
-    words = [sys.executable, "-m", package, "--preflight", *command.arguments()]
-    run(*words, cwd=command.project, PYTHONPATH="src", NPROC="2", **environment)
+    words = ["-m", package, "--preflight", *command.arguments(), "--distributed.device", "cpu"]
+    run(sys.executable, *words, cwd=command.project, PYTHONPATH="src", **environment)
 
 
 def provide_runs(command: Command) -> None:
@@ -106,18 +105,17 @@ def run_both_machines(command: Command) -> None:
 
 
 def run_under_mpi(command: Command) -> None:
-    run_ours(command, PYTHONPATH="src", **MPI)
+    run_ours(command, **MPI)
 
 
 def run_cookiecutter(command: Command) -> None:
     """Render with the command, from this template instead of its address; an option alone is only parsed."""
-    if " gh:" in command.text:
-        with TemporaryDirectory() as folder:
-            here = f"{TEMPLATE} --no-input --output-dir {folder}"
-            command.run(re.sub(r"gh:\S+", here, command.text), PATH=INSTALLED)
-            assert Path(folder, "my-experiment").exists()
-    else:
-        parse_options(command)
+    if " gh:" not in command.text:
+        return parse_options(command)
+    with TemporaryDirectory() as folder:
+        here = f"{TEMPLATE} --no-input --output-dir {folder}"
+        command.run(re.sub(r"gh:\S+", here, command.text), PATH=INSTALLED)
+        assert Path(folder, "my-experiment").exists()
 
 
 def parse_options(command: Command) -> None:
@@ -130,8 +128,11 @@ def change_directory(command: Command) -> None:
 
 
 def run_architecture(command: Command) -> None:
-    project = next(command.project.parent.glob("*/src")).parent
-    assert "train" in command.run(command.text.replace("PROJECT", str(project))).stdout
+    """Run the command for a project with a package of one module."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "src/package").mkdir(parents=True)
+        Path(folder, "src/package/train.py").touch()
+        assert "upward: none" in command.run(command.text.replace("PROJECT", folder)).stdout
 
 
 def make(command: Command) -> None:
@@ -199,7 +200,7 @@ def run_pytest(command: Command) -> None:
 
 
 def run_under_srun(command: Command, slurm: Slurm) -> None:
-    run_ours(command, **slurm.environment, PYTHONPATH="src")
+    run_ours(command, **slurm.environment)
 
 
 def try_sbatch(command: Command, slurm: Slurm) -> None:
@@ -223,7 +224,8 @@ def manage_job(command: Command, slurm: Slurm) -> None:
 
 def follow_log(command: Command, slurm: Slurm) -> None:
     """Follow the log that a job of the shipped script writes."""
-    job = slurm.command("sbatch", "--parsable", "scripts/train.sbatch", "train", "--help", cwd=command.project)
+    words = ("sbatch", "--parsable", "scripts/train.sbatch", "train", "--help")
+    job = slurm.command(*words, cwd=command.project, PYTHON=sys.executable)
     slurm.wait(job)
     assert "usage:" in command.run(f"timeout 2 {command.text.replace('JOB', job)}", expect=124).stdout
 
@@ -244,7 +246,7 @@ class Rule:
 
 RULES = {
     # This project's program, and what starts it.
-    **dict.fromkeys(("launch.sh", "my_experiment", *SUBCOMMANDS), Rule("run", run_ours)),
+    **dict.fromkeys(("launch.sh", "my_experiment"), Rule("run", run_ours)),
     "multinode.sh": Rule("run", run_both_machines),
     **dict.fromkeys(("mpirun", "mpiexec"), Rule("run", run_under_mpi)),
     "srun": Rule("run", run_under_srun, slurm=True),

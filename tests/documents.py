@@ -8,6 +8,7 @@ from pathlib import Path
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+SUBCOMMANDS = ("train", "evaluate", "generate", "doctor", "benchmark", "convert")
 
 
 def documents(project: Path) -> dict[str, str]:
@@ -73,22 +74,24 @@ def console_lines(block: str) -> list[str]:
 
 
 def program_of(command: str) -> str:
-    """Return the name of the program that a command starts: the module's for ``python -m``, a script's own."""
-    words = command.splitlines()[0].split()
-    while words and ASSIGNMENT.fullmatch(words[0]):
-        words.pop(0)
-    if not words:
-        return ""
-    name = Path(words[0].strip('"}')).name
-    if name == "python" and words[1:2] == ["-m"]:
+    """Return the name of the program that a command starts: the module's for ``python -m``, a script's own.
+
+    A subcommand of the project's program stands for its launcher.
+    """
+    words = [word for word in command.splitlines()[0].split() if not ASSIGNMENT.fullmatch(word)]
+    first, second, *_ = (*words, "", "")
+    name = Path(first.strip('"}')).name
+    if name == "python" and second == "-m":
         return words[2]
-    return Path(words[1]).name if name == "python" and words[1:] and words[1].endswith(".py") else name
+    if name == "python" and second.endswith(".py"):
+        return Path(second).name
+    return "launch.sh" if first in SUBCOMMANDS else name
 
 
 def commands(text: str, programs: set[str]) -> list[str]:
     """Return the commands of a document in their order: code blocks of a shell, and inline code that starts a program.
 
-    The name of a program alone is no command. A subcommand of this project's program is one, with options after it.
+    The name of a program alone is no command.
     """
     found: list[str] = []
     for match in re.finditer(f"{FENCE.pattern}|`([^`]+)`", text, FENCE.flags):
@@ -102,7 +105,8 @@ def commands(text: str, programs: set[str]) -> list[str]:
 
 
 def is_command(span: str, programs: set[str]) -> bool:
-    """Return whether inline code is a command of one of these programs, with at least one argument."""
+    """Return whether inline code is a command of one of these programs; a subcommand has options after it."""
     words = [word for word in span.split() if not ASSIGNMENT.fullmatch(word)]
-    option = re.fullmatch(r"(train|evaluate|generate|doctor|benchmark|convert) --.*", span)
-    return bool(option) or (len(words) > 1 and program_of(span) in programs)
+    if len(words) < 2 or (words[0] in SUBCOMMANDS and not words[1].startswith("--")):
+        return False
+    return program_of(span) in programs
