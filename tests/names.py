@@ -14,6 +14,7 @@ from recipes import SENTENCE
 
 SETTING = re.compile(r"(?:--)?(?P<section>[a-z_]+)\.(?P<key>[a-z_]+)(?:(?: |: ).+)?")
 CALL = re.compile(r"(?P<name>\w+)\((?P<arguments>[\w, ]*)\)")
+FILE = re.compile(r"[\w./*<>{}-]+(/|\.(py|md|sh|sbatch|xml|yaml|toml|txt|jsonl?|png))")
 HIDDEN = re.compile(r"/(\.git|\.venv|__pycache__)(/|$)|\.pyc$")
 # Not a source: documents and what they are rendered from, data, and the list of names that have no source.
 DOCUMENT = re.compile(r"\.md$|\.npz$|/docs/|\{cookiecutter\.project_slug\}/|/test_documents\.py$")
@@ -73,8 +74,8 @@ class Names:
 
     def has_meaning(self, name: str, trees: list[ast.Module], edits: str) -> bool:
         """Return whether something has this name: a path, a setting, a definition, or else a text in the sources."""
-        if self.has_path(name):
-            return True
+        if FILE.fullmatch(name) or self.has_path(name):
+            return self.has_path(name) or f"Replace `{name}`" in edits
         setting, call = SETTING.fullmatch(name), CALL.fullmatch(name)
         if setting and setting["section"] in fields(trees, "Config"):
             return setting["key"] in settings(trees, setting["section"])
@@ -84,9 +85,12 @@ class Names:
         if call and (found := list(signatures(trees, call["name"]))):
             given = re.findall(r"\w+", call["arguments"])
             return any(needed <= len(given) and given == arguments[: len(given)] for arguments, needed in found)
-        if re.fullmatch(r"\w+", name):
-            return name in self.words or bool(re.search(rf"\b{name}\b", edits))
-        return name in self.text or name in edits
+        if re.fullmatch(r"\w+", name) and name in self.words:
+            return True
+        # Not within a longer word.
+        start, end = (r"(?<!\w)" if name[0].isalnum() else ""), (r"(?!\w)" if name[-1].isalnum() else "")
+        pattern = start + re.escape(name) + end
+        return any(name in text and re.search(pattern, text) for text in (edits, self.text))
 
     def has_path(self, name: str) -> bool:
         """Return whether a file or folder has this name, from the root or from a folder; ``<x>`` stands for any."""
