@@ -35,7 +35,7 @@ ELSEWHERE = {
     **dict.fromkeys(("(targets >= 0).sum()", "len(targets)", '{"loss": ..., "kl": ...}'), "what a reader may write"),
     **dict.fromkeys(("/data/", "model.safetensors"), "a file of the reader"),
     "GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)": "code for transformers",
-    "-genv MASTER_ADDR HOST": "an option of MPICH",
+    **dict.fromkeys(("-genv MASTER_ADDR HOST", "mpiexec.mpich"), "an option of MPICH, and its program"),
     "--selector jobset.sigs.k8s.io/jobset-name=my-experiment": "an option of kubectl logs",
     "restricted": "a policy of Kubernetes",
     "KillWait": "a setting of Slurm",
