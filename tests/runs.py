@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -43,6 +44,27 @@ def alone(project: Path, *words: str | Path, **options: Any) -> subprocess.Compl
     return run(sys.executable, "-m", package, *small(project, *words), cwd=project, PYTHONPATH="src", **options)
 
 
+def world_size(parallelism: str, wanted: int = 2) -> int:
+    """Return the world size to start: 1 for data_parallel, which supports no other, or ``wanted``."""
+    return 1 if parallelism == "data_parallel" else wanted
+
+
+def kill_after(step: int, project: Path, folder: Path, *words: str | Path, nproc: int = 2) -> None:
+    """Start a run, kill its launcher after a step, and wait until the ranks have ended as well."""
+    mark, metrics = f"MARK={folder}", folder / "metrics.jsonl"
+    with subprocess.Popen(
+        [project / "scripts/launch.sh", *small(project, "train", *words, "--run.dir", folder)],
+        env=os.environ | {"NPROC": str(nproc), "PYTHON": sys.executable, "MARK": str(folder)},
+        cwd=project,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        reached = f'"step": {step},'
+        wait_until(lambda: metrics.exists() and reached in metrics.read_text(), f"step {step} is logged", 120)
+        launcher.kill()
+    wait_until(lambda: not processes(lambda environment, _: mark.encode() in environment), "the ranks end", 30)
+
+
 def checkpoints(folder: Path) -> list[str]:
     """Return the sorted names of a run's checkpoints."""
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -59,10 +81,14 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder, "train")]
 
 
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the newest full checkpoint of a run."""
+    return sorted((folder / "checkpoints").glob("*.pt"))[-1]
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the model's weights from a run's newest checkpoint."""
-    newest = sorted((folder / "checkpoints").glob("*.pt"))[-1]
-    return torch.load(newest, weights_only=True)["model"]
+    return torch.load(newest_checkpoint(folder), weights_only=True)["model"]
 
 
 def plant(project: Path, name: str, line: str, fault: str) -> None:

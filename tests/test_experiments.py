@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from runs import SHORT, alone, launch, losses, records, wait_until, weights
+from runs import SHORT, alone, kill_after, launch, losses, records, weights
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
@@ -196,27 +193,6 @@ def streaming(project: Path, code: str) -> Path:
     edit(project, "dataset.py", 'return Digits("train", config.dataset.max_shift), Digits("test")', AS_STREAM)
     append(project, "dataset.py", code)
     return project
-
-
-def kill_after(step: int, project: Path, folder: Path, *words: str) -> None:
-    """Start a run on two ranks, and kill the launcher after a step."""
-    metrics = folder / "metrics.jsonl"
-    with subprocess.Popen(
-        [project / "scripts/launch.sh", "train", *words, "--run.dir", folder],
-        env=environment(2),
-        cwd=project,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        reached = f'"step": {step},'
-        wait_until(lambda: metrics.exists() and reached in metrics.read_text(), f"step {step} is logged", 120)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-
-
-def environment(nproc: int) -> dict[str, str]:
-    return os.environ | {"NPROC": str(nproc), "PYTHON": sys.executable}
 
 
 def test_a_stream_ends_on_all_ranks_and_resumes_on_any_number(bake: Bake, tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Every strategy, task and launcher: a run that is killed and resumed gives what a plain loop gives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import CHOICES, Bake
+from runs import alone, kill_after, launch, newest_checkpoint, records, weights, world_size
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5
+every_strategy = pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+every_task = pytest.mark.parametrize("task", CHOICES["task"])
+every_launcher = pytest.mark.parametrize("launcher", CHOICES["launcher"])
+
+STEPS = 21  # In three epochs, during which each rule of the oracle acts.
+COMMON = {
+    "run.seed": 7,
+    "optim.lr": 1e-2,
+    "optim.min_lr_ratio": 0.1,
+    "optim.warmup_steps": 3,
+    "optim.weight_decay": 0.1,
+    "optim.betas": [0.8, 0.95],
+    "optim.eps": 1e-6,
+    "train.epochs": 3,
+    "train.log_every": 1,
+    "train.eval_every": 7,
+    "checkpoint.every_steps": 3,
+    "distributed.device": "cpu",
+}
+TASKS = {
+    "digits": {
+        "data.global_batch_size": 200,
+        "dataset.max_shift": 1,
+        "model.width": 16,
+        "model.depth": 2,
+        "train.clip_grad_norm": 0.07,
+    },
+    "language": {
+        "data.global_batch_size": 32,
+        "dataset.path": argparse.__file__,
+        "dataset.max_bytes": 16_500,
+        "dataset.test_bytes": 9_000,
+        "model.width": 32,
+        "model.layers": 4,
+        "model.heads": 4,
+        "model.context": 32,
+        "train.clip_grad_norm": 0.5,
+        "train.microbatches": 2,
+    },
+}
+ORACLES: dict[str, oracle.Oracle] = {}
+
+
+def settings_of(task: str) -> dict[str, Any]:
+    return COMMON | TASKS[task]
+
+
+def arguments_of(task: str) -> list[str]:
+    """Return the settings of a task as arguments."""
+    return [word for name, value in settings_of(task).items() for word in (f"--{name}", str(value))]
+
+
+def train_oracle(project: Path, task: str, **changes: Any) -> oracle.Oracle:
+    """Train the oracle with the network of a project, which is the same under every strategy and launcher."""
+    return oracle.train(next((project / "src").iterdir()), task, settings_of(task) | changes)
+
+
+@pytest.fixture
+def expected(baked: Bake, task: str) -> oracle.Oracle:
+    """What the runs of a task have to give."""
+    if task not in ORACLES:
+        ORACLES[task] = train_oracle(baked(task=task), task)
+    return ORACLES[task]
+
+
+@every_launcher
+@every_task
+@every_strategy
+def test_a_killed_and_resumed_run_matches_a_plain_loop(
+    bake: Bake, expected: oracle.Oracle, tmp_path: Path, parallelism: str, task: str, launcher: str
+) -> None:
+    project, nproc = bake(parallelism=parallelism, task=task, launcher=launcher), world_size(parallelism)
+    folder = tmp_path / "run"
+    words = arguments_of(task)
+    kill_after(8, project, folder, *words, nproc=nproc)
+    output = launch(project, "train", *words, "--run.dir", folder, nproc=nproc).stdout
+    resumed = re.search(rf": step (\d+) of {STEPS} on", output)
+    assert resumed is not None and 6 <= int(resumed[1]) < STEPS, "it was killed too early or too late"
+    assert_close(records(folder, "train"), expected.records)
+    assert_close(records(folder, "eval"), expected.evaluations)
+    assert_same_weights(weights(folder), expected.weights)
+
+    evaluate = ("evaluate", "--config", folder / "config.yaml", "--checkpoint", newest_checkpoint(folder))
+    evaluated = alone(project, *evaluate, "--run.dir", tmp_path / "evaluated").stdout.splitlines()[-1]
+    assert_close([json.loads(evaluated)], expected.evaluations[-1:])
+
+
+def assert_close(ours: list[dict[str, Any]], theirs: list[dict[str, float]]) -> None:
+    """Assert that records hold the same values, to rounding, under the names that the oracle knows."""
+    for record, expected in zip(ours, theirs, strict=True):
+        assert {name: record[name] for name in expected} == pytest.approx(expected, rel=TOLERANCE)
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Assert that each tensor differs by no more than rounding, relative to its norm."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert (tensor - theirs[name]).norm() <= TOLERANCE * theirs[name].norm(), name
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "value"),
+    [
+        ("digits", "run.seed", 8),
+        ("digits", "dataset.max_shift", 0),
+        ("digits", "optim.lr", 2e-3),
+        ("digits", "optim.min_lr_ratio", 0.0),
+        ("digits", "optim.warmup_steps", 1),
+        ("digits", "optim.weight_decay", 0.0),
+        ("digits", "optim.betas", [0.9, 0.95]),
+        ("digits", "optim.betas", [0.8, 0.99]),
+        ("digits", "optim.eps", 1e-4),
+        ("digits", "train.clip_grad_norm", 1e9),
+        ("language", "train.clip_grad_norm", 1e9),
+        ("language", "optim.weight_decay", 0.0),
+    ],
+)
+def test_a_run_that_ignored_a_setting_would_be_seen(
+    baked: Bake, expected: oracle.Oracle, task: str, name: str, value: Any
+) -> None:
+    other = train_oracle(baked(task=task), task, **{name: value})
+    with pytest.raises(AssertionError):
+        assert_close(other.records, expected.records)
+    with pytest.raises(AssertionError):
+        assert_same_weights(other.weights, expected.weights)
+
+
+@every_launcher
+@every_strategy
+def test_the_doctor_passes(bake: Bake, tmp_path: Path, parallelism: str, launcher: str) -> None:
+    project, nproc = bake(parallelism=parallelism, launcher=launcher), world_size(parallelism)
+    words = ("doctor", "--distributed.device", "cpu", "--run.dir", tmp_path / "run")
+    printed = launch(project, *words, nproc=nproc).stdout
+    states = dict(re.findall(r"^(\S.*?) +(pass|warn|fail)  ", printed, re.MULTILINE))
+    assert "fail" not in states.values()
+    assert states["rendezvous"] == states["backend"] == "pass"
+    assert ("all-reduce of 8 MiB" in states) == (nproc > 1)
