@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from runs import SHORT, alone, kill_after, launch, losses, records, weights
+from runs import SHORT, alone, kill_after, launch, losses, records, weights, world_size
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
@@ -90,11 +91,10 @@ def ragged_reference(ragged: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
-@pytest.mark.parametrize(("nproc", "microbatches"), [(2, 1), (4, 2)])
 def test_padding_does_not_depend_on_the_split(
-    ragged: Callable[..., Path], ragged_reference: Path, parallelism: str, nproc: int, microbatches: int
+    ragged: Callable[..., Path], ragged_reference: Path, parallelism: str
 ) -> None:
-    folder = ragged(parallelism, 1 if parallelism == "data_parallel" else nproc, microbatches)
+    folder = ragged(parallelism, world_size(parallelism, 4), 2)
     assert_close(folder, ragged_reference)
     # A named part of the loss is its mean over the same weight.
     assert [record["weight"] for record in records(folder, "train")] == pytest.approx([1.0] * 6)
@@ -316,13 +316,15 @@ def pretrained(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints/step-00000006.pt"
 
 
-@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
-@pytest.mark.parametrize("kind", ["checkpoint", "state_dict", "safetensors", "sharded"])
-def test_a_run_starts_from_weights(
-    baked: Bake, pretrained: Path, tmp_path: Path, parallelism: str, kind: str, request: pytest.FixtureRequest
-) -> None:
-    if kind != "checkpoint" and parallelism not in ("fsdp", "pipeline"):
-        kind = "checkpoint"  # What is read does not depend on the strategy: each file is tried with two of them.
+@pytest.mark.parametrize(
+    ("parallelism", "kind"),
+    [
+        *((parallelism, "checkpoint") for parallelism in CHOICES["parallelism"]),
+        # What is read does not depend on the strategy: each other file is tried with two of them.
+        *itertools.product(("fsdp", "pipeline"), ("state_dict", "safetensors", "sharded")),
+    ],
+)
+def test_a_run_starts_from_weights(baked: Bake, pretrained: Path, tmp_path: Path, parallelism: str, kind: str) -> None:
     content = torch.load(pretrained, weights_only=True)["model"]
     file = {"checkpoint": pretrained, "sharded": tmp_path / "w.dcp"}.get(kind, tmp_path / f"weights.{kind}")
     if kind == "state_dict":
