@@ -1,17 +1,19 @@
 # Two commands on a fresh machine with Python 3.11 or newer, make and git: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
+PYTEST := $(BIN)/pytest -n auto --no-loadscope-reorder
 
 # `make demo task=digits tracker=tensorboard` passes on the answers given on make's command line.
 QUESTIONS := project_name project_slug author parallelism task launcher cluster tracker docker license
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-fast lint
+.PHONY: help demo test test-long test-fast lint
 help:
 	@echo "make demo        render the default project into demo/, train it on two CPU processes, evaluate it"
-	@echo "make test        render every variant, check it, train it, and run the tests of the rendered projects"
-	@echo "make test-fast   run only the tests that train nothing"
+	@echo "make test        check every rendered file; train every strategy, task and launcher: at most ten minutes"
+	@echo "make test-long   the other tests: failures, clusters, debuggers, the rendered projects' own tests"
+	@echo "make test-fast   lint, and run the tests that train nothing"
 	@echo "make lint        run the pre-commit checks"
 
 demo: .venv/installed
@@ -20,10 +22,15 @@ demo: .venv/installed
 	@BIN=$(BIN) tests/demo.sh
 
 test: .venv/installed
-	$(BIN)/pytest -n auto --no-loadscope-reorder
+	$(PYTEST) -m "not long"
+
+test-long: .venv/installed
+	$(PYTEST) -m long
 
 test-fast: .venv/installed
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(PYTEST) -m "not slow"
 
 lint: .venv/installed
 	$(BIN)/pre-commit run --all-files

@@ -27,20 +27,32 @@ Bake = Callable[..., Path]
 
 pytest_plugins = ["skips"]
 
+# Each test of these files has its own runs.
+INDEPENDENT = ("test_matrix.py", "test_project.py")
+# The slow files that belong to `make test`, which takes at most ten minutes; the others wait for `make test-long`.
+TEN_MINUTES = ("test_matrix.py", "test_refusals.py")
 # The slowest files start first; otherwise one worker would still run them when the others have finished.
-SLOWEST = ("test_strategies.py", "test_project.py", "test_train.py", "test_symptoms.py")
+SLOWEST = (
+    *("test_strategies.py", "test_project.py", "test_train.py", "test_symptoms.py", "test_experiments.py"),
+    *("test_render.py", "test_matrix.py"),
+)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests, and mark the long ones, before ``-m`` selects some of them."""
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+    for item in items:
+        if item.get_closest_marker("slow") and item.path.name not in TEN_MINUTES:
+            item.add_marker("long")
 
 
 class ByFile(LoadScopeScheduling):
-    """Run a file's tests on one worker, because they share runs; the tests of test_project.py are independent."""
+    """Run a file's tests on one worker, because they share runs; the tests of some files are independent."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return nodeid if file.endswith("test_project.py") else file
+        return nodeid if file.endswith(INDEPENDENT) else file
 
 
 def pytest_xdist_auto_num_workers() -> int:
