@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ every_launcher = pytest.mark.parametrize("launcher", CHOICES["launcher"])
 STEPS = 21  # In three epochs, during which each rule of the oracle acts.
 COMMON = {
     "run.seed": 7,
-    "optim.lr": 1e-2,
+    "optim.lr": 4e-3,
     "optim.min_lr_ratio": 0.1,
     "optim.warmup_steps": 3,
     "optim.weight_decay": 0.1,
@@ -33,7 +34,7 @@ COMMON = {
     "train.epochs": 3,
     "train.log_every": 1,
     "train.eval_every": 7,
-    "checkpoint.every_steps": 3,
+    "checkpoint.every_steps": 4,
     "distributed.device": "cpu",
 }
 TASKS = {
@@ -91,10 +92,10 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
     project, nproc = bake(parallelism=parallelism, task=task, launcher=launcher), world_size(parallelism)
     folder = tmp_path / "run"
     words = arguments_of(task)
-    kill_after(8, project, folder, *words, nproc=nproc)
+    kill_after(9, project, folder, *words, nproc=nproc)  # The checkpoint of step 8 is in the second epoch.
     output = launch(project, "train", *words, "--run.dir", folder, nproc=nproc).stdout
     resumed = re.search(rf": step (\d+) of {STEPS} on", output)
-    assert resumed is not None and 6 <= int(resumed[1]) < STEPS, "it was killed too early or too late"
+    assert resumed is not None and 8 <= int(resumed[1]) < STEPS, "it was killed too early or too late"
     assert_close(records(folder, "train"), expected.records)
     assert_close(records(folder, "eval"), expected.evaluations)
     assert_same_weights(weights(folder), expected.weights)
@@ -111,10 +112,13 @@ def assert_close(ours: list[dict[str, Any]], theirs: list[dict[str, float]]) -> 
 
 
 def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Assert that each tensor differs by no more than rounding, relative to its norm."""
+    """Assert that weights differ by no more than rounding; relative to a tensor that started at zero, it is larger."""
     assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert (tensor - theirs[name]).norm() <= TOLERANCE * theirs[name].norm(), name
+    norms = {name: tensor.norm() for name, tensor in theirs.items()}
+    differences = {name: (ours[name] - theirs[name]).norm() for name in theirs}
+    assert math.hypot(*differences.values()) <= TOLERANCE * math.hypot(*norms.values())
+    for name, difference in differences.items():
+        assert difference <= 10 * TOLERANCE * norms[name], name
 
 
 @pytest.mark.parametrize(
