@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import CHOICES, Bake
 from runs import alone, kill_after, launch, newest_checkpoint, records, weights, world_size
+from test_doctor import failed_rows, states_of
 
 pytestmark = pytest.mark.slow
 
@@ -153,8 +154,7 @@ def test_a_run_that_ignored_a_setting_would_be_seen(
 def test_the_doctor_passes(bake: Bake, tmp_path: Path, parallelism: str, launcher: str) -> None:
     project, nproc = bake(parallelism=parallelism, launcher=launcher), world_size(parallelism)
     words = ("doctor", "--distributed.device", "cpu", "--run.dir", tmp_path / "run")
-    printed = launch(project, *words, nproc=nproc).stdout
-    states = dict(re.findall(r"^(\S.*?) +(pass|warn|fail)  ", printed, re.MULTILINE))
-    assert "fail" not in states.values()
-    assert states["rendezvous"] == states["backend"] == "pass"
+    states = states_of(launch(project, *words, nproc=nproc).stdout)
+    assert not failed_rows(states)
+    assert states["rendezvous"] == states["backend"] == states["device"] == {"pass"}
     assert ("all-reduce of 8 MiB" in states) == (nproc > 1)
