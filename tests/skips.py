@@ -1,7 +1,8 @@
 """In continuous integration, a skipped test fails unless its reason is listed here: a skip hides what is not tested.
 
-A missing program is no reason: continuous integration installs what the tests start, except two clients that the system's
-packages do not include, whose commands are only parsed. `.ci/run` runs as root; GitHub runs the tests as another user, on a kernel where only root may make namespaces.
+A missing program is no reason: continuous integration installs what the tests start. Only the clients of Docker and
+Kubernetes, whose commands are parsed, are not in the system's packages. `.ci/run` runs as root; GitHub runs the tests
+as another user, on a kernel where only root may make namespaces.
 """
 
 from __future__ import annotations
