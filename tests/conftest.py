@@ -28,13 +28,13 @@ Bake = Callable[..., Path]
 pytest_plugins = ["skips"]
 
 # Each test of these files has its own runs.
-INDEPENDENT = ("test_matrix.py", "test_project.py")
+INDEPENDENT = ("test_matrix.py", "test_project.py", "test_recipes.py")
 # The slow files that belong to `make test`, which takes at most ten minutes; the others wait for `make test-long`.
 TEN_MINUTES = ("test_matrix.py", "test_refusals.py")
 # The slowest files start first; otherwise one worker would still run them when the others have finished.
 SLOWEST = (
-    *("test_strategies.py", "test_project.py", "test_train.py", "test_symptoms.py", "test_experiments.py"),
-    *("test_render.py", "test_matrix.py"),
+    *("test_strategies.py", "test_documents.py", "test_project.py", "test_train.py", "test_symptoms.py"),
+    *("test_experiments.py", "test_recipes.py", "test_render.py", "test_matrix.py"),
 )
 
 

@@ -185,7 +185,8 @@ def packages_of_a_project(projects: list[Path]) -> set[str]:
     pinned = [line for project in projects for line in (project / "constraints.txt").read_text().splitlines()]
     recipes = [path.read_text() for project in projects for path in (project / "docs").iterdir()]
     todo = [Requirement(line).name for line in pinned if line and not line.startswith("#")]
-    todo += [name for text in recipes for line in re.findall(r"^pip install (.+)", text, re.M) for name in line.split()]
+    installs = [line for text in recipes for line in re.findall(r"^\.venv/bin/pip install (.+)", text, re.M)]
+    todo += [name for line in installs for name in line.split()]
     found: set[str] = set()
     while todo:
         name = canonicalize_name(todo.pop())

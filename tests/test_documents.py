@@ -27,11 +27,11 @@ PROGRAMS = set(RULES)
 # Inline code that names nothing in the project, and what it is.
 ELSEWHERE = {
     **dict.fromkeys(
-        ("--section.key value", "__private", "#:: ... ::#", "task=language"), "stands for others of its kind"
+        ("--section.key value", "__private", "#:: ... ::#"), "stands for others of its kind"
     ),
     **dict.fromkeys(("tcp://HOST:PORT", "file:///PATH", "127.0.0.1:5678"), "an address"),
     **dict.fromkeys(("runs/", "config.yaml", "provenance.json", "metrics.jsonl", "curves.png"), "what a run leaves"),
-    **dict.fromkeys(("checkpoints/step-*", "step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
+    **dict.fromkeys(("step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
     **dict.fromkeys(("(targets >= 0).sum()", "len(targets)", '{"loss": ..., "kl": ...}'), "what a reader may write"),
     **dict.fromkeys(("/data/", "model.safetensors"), "a file of the reader"),
     "GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)": "code for transformers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shlex
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from recipes import apply
+from recipes import Edit, apply
 from runs import alone, launch, losses, records, weights
 from test_experiments import TOLERANCE, assert_close, kill_after
 
@@ -38,10 +39,24 @@ def test_a_recipe_fits_the_project_and_its_tools(bake: Bake, parallelism: str, t
     for recipe in sorted(shown):
         project = bake(recipe, parallelism=parallelism, task=task)
         edits = apply(project / "docs" / f"{recipe}.md", project)
+        lines, files = count_changes(edits, project)
+        counted = f"It changes {lines} lines in {files} file{'s' if files > 1 else ''}."
+        assert counted in (project / "docs" / f"{recipe}.md").read_text(), counted
         for edit in edits:
             assert not UNTOUCHED.search(edit.path) and (recipe == "gan" or "train.py" not in edit.path), edit.path
         run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=project)
         run(sys.executable, "-m", "compileall", "-q", "src", "tests", cwd=project)
+
+
+def count_changes(edits: list[Edit], project: Path) -> tuple[int, int]:
+    """Return how many lines a recipe adds or changes, once they are formatted, and in how many files."""
+    before = {edit.path: edit.before for edit in reversed(edits)}  # An edit may follow another one of the same file.
+    lines = [
+        line
+        for path, text in before.items()
+        for line in difflib.ndiff(text.splitlines(), (project / path).read_text().splitlines())
+    ]
+    return sum(line.startswith("+ ") for line in lines), len(before)
 
 
 def arguments(recipe: str, project: Path, folder: Path) -> list[str | Path]:
