@@ -15,7 +15,8 @@ from recipes import SENTENCE
 SETTING = re.compile(r"(?:--)?(?P<section>[a-z_]+)\.(?P<key>[a-z_]+)(?:(?: |: ).+)?")
 CALL = re.compile(r"(?P<name>\w+)\((?P<arguments>[\w, ]*)\)")
 FILE = re.compile(r"[\w./*<>{}-]+(/|\.(py|md|sh|sbatch|xml|yaml|toml|txt|jsonl?|png))")
-HIDDEN = re.compile(r"/(\.git|\.venv|__pycache__)(/|$)|\.pyc$")
+# What git ignores, and git itself.
+HIDDEN = re.compile(r"/(\.git|\.venv|demo|\.hypothesis|__pycache__|\.\w+_cache)(/|$)|\.pyc$")
 # Not a source: documents and what they are rendered from, data, and the list of names that have no source.
 DOCUMENT = re.compile(r"\.md$|\.npz$|/docs/|\{cookiecutter\.project_slug\}/|/test_documents\.py$")
 

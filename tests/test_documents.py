@@ -26,7 +26,7 @@ from test_symptoms import REPRODUCED
 PROGRAMS = set(RULES)
 # Inline code that names nothing in the project, and what it is.
 ELSEWHERE = {
-    **dict.fromkeys(("--section.key value", "__private", "#:: ... ::#"), "stands for others of its kind"),
+    **dict.fromkeys(("--section.key value", "__private", "#:: ... ::#", "task=language"), "an example"),
     **dict.fromkeys(("tcp://HOST:PORT", "file:///PATH", "127.0.0.1:5678"), "an address"),
     **dict.fromkeys(("runs/", "config.yaml", "provenance.json", "metrics.jsonl", "curves.png"), "what a run leaves"),
     **dict.fromkeys(("step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),

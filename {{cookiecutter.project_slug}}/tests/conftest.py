@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,16 +31,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """The same run, whose last rank is killed after step 6: its directory, its exit code, and what it printed."""
     run = tmp_path_factory.mktemp("killed")
-    return run, *end_at(6, run, kill_last_rank)
+    return run, *end_at(6, run, partial(signal_last_rank, signal.SIGKILL))
 
 
-def kill_last_rank(launcher: subprocess.Popen[str]) -> None:
-    """Kill the process that the launcher started last, not counting the helper of Python's multiprocessing."""
+def signal_last_rank(number: int, launcher: subprocess.Popen[str]) -> None:
+    """Send a signal to the process that the launcher started last, except the helper of Python's multiprocessing."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-    if not children.exists():  # Not Linux: all ranks end with their launcher.
-        return launcher.kill()
+    if not children.exists():  # Not Linux: the launcher ends its ranks.
+        return launcher.send_signal(number)
     pids = [pid for pid in children.read_text().split() if not is_resource_tracker(pid)]
-    os.kill(int(pids[-1]), signal.SIGKILL)
+    os.kill(int(pids[-1]), number)
 
 
 def is_resource_tracker(pid: str) -> bool:

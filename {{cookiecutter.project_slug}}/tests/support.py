@@ -20,10 +20,12 @@ PACKAGE = "{{ cookiecutter.__package }}"
 #:: include "task/" ~ cookiecutter.task ~ "/tests.py" ::#
 # The runs that several tests share: they end in their second epoch, and each setting has an effect on them.
 STEPS = 20
+SEED = ("--run.seed", "7")
 LENGTH = [
     *f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 4".split(),
-    *"--optim.lr 1e-3 --optim.warmup_steps 5 --optim.min_lr_ratio 0.1 --optim.weight_decay 0.1".split(),
-    *("--optim.betas", "[0.8, 0.95]", "--optim.eps", "1e-6", "--train.clip_grad_norm", "0.1"),
+    *"--optim.lr 1e-3 --optim.warmup_steps 5 --optim.decay_steps 30 --optim.min_lr_ratio 0.1".split(),
+    *("--optim.weight_decay", "0.1", "--optim.betas", "[0.8, 0.95]", "--optim.eps", "1e-6"),
+    *("--train.clip_grad_norm", "0.1", *SEED),
 ]
 # How much a split may change the result, relative to it: what different rounding does, and some more.
 TOLERANCE = 1e-5

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import plain
-from support import RANKS, SPLITS, launch, load_model, module, newest_checkpoint, read_records, settings, split_id
+from support import RANKS, SEED, SPLITS, launch, load_model, module, newest_checkpoint, read_records, settings, split_id
 
 dataset, build_model = module("dataset"), module("model").build_model
 
 
 def plain_metrics(run: Path) -> dict[str, Any]:
     """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group."""
-    config = settings()
+    config = settings(*SEED)
     _, test_set = dataset.build_datasets(config)
     model = build_model(config.model)
     model.load_state_dict(load_model(run))
@@ -41,5 +41,5 @@ def test_a_run_counts_every_sample_once(trained: Callable[..., Path], nproc: int
 
 def test_evaluate_prints_the_same_in_one_process(trained: Callable[..., Path]) -> None:
     run = trained(RANKS)
-    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(run)), nproc=1)
+    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(run)), *SEED, nproc=1)
     assert_metrics(json.loads(done.stdout.splitlines()[-1]), plain_metrics(run))

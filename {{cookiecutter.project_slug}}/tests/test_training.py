@@ -85,6 +85,7 @@ def test_layers_compute_in_the_precision_and_weights_stay_in_fp32(
     assert {p.dtype for p in trainer.parallel.module.parameters()} == {torch.float32}
 
 
+#:: if not cookiecutter.__one_process ::#
 def test_blocks_are_compiled(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Traced, but not translated to C++.
     from torch._dynamo.utils import counters  # Slow to import.
@@ -106,6 +107,7 @@ def test_blocks_are_computed_again_for_backward(build: Callable[..., Any]) -> No
     assert calls["false"] < calls["true"] <= 2 * calls["false"]
 
 
+#:: endif ::#
 def test_evaluation_is_in_evaluation_mode_and_training_is_not(build: Callable[..., Any]) -> None:
     trainer, modes = build(), []
     for layer in layers(trainer):
