@@ -223,11 +223,14 @@ TEMPLATE = {
         "cookiecutter.json", '"torch", ', "", "test_answers.py::test_no_slug_is_the_name"
     ),
     "a slug may lead out of the folder": Mutant(
-        "hooks/pre_gen_project.py", "[A-Za-z0-9]", "[A-Za-z0-9./]", "test_answers.py::rejected"
+        "hooks/pre_gen_project.py", "([-_][", "([-_./][", "test_answers.py::rejected"
     ),
     "make demo expands a dollar sign": Mutant("Makefile", "$(value $(q))", "$($(q))", "test_answers.py::make_demo"),
     "a choice leaves a trace": Mutant(
-        "templates/parallelism/tensor/README.md", "\n", " pipeline\n", "test_render.py::traces"
+        "templates/parallelism/tensor/README.md",
+        "## What one step does",
+        "## What one step of the pipeline does",
+        "test_render.py::traces",
     ),
     "a branch is never taken": Mutant(
         "{{cookiecutter.project_slug}}/.gitignore", '== "slurm"', '== "slrum"', "test_render.py::branch"
@@ -235,7 +238,7 @@ TEMPLATE = {
     "a workflow keeps credentials": Mutant(
         "{{cookiecutter.project_slug}}/.github/workflows/test.yml",
         "persist-credentials: false",
-        "persist-credentials: true",
+        "fetch-depth: 1",
         "test_render.py::workflow",
     ),
     "a link leads nowhere": Mutant(
