@@ -62,7 +62,7 @@ def kill_after(step: int, project: Path, folder: Path, *words: str | Path, nproc
         reached = f'"step": {step},'
         wait_until(lambda: metrics.exists() and reached in metrics.read_text(), f"step {step} is logged", 120)
         launcher.kill()
-    wait_until(lambda: not processes(lambda environment, _: mark.encode() in environment), "the ranks end", 30)
+    wait_until(lambda: not find_marked_processes(mark), "the ranks end", 30)
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -93,12 +93,21 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def plant(project: Path, name: str, line: str, fault: str) -> None:
     """Insert ``fault`` before a line of a file of the package, with the same indentation."""
-    path = next((project / "src").iterdir()) / name
-    source = path.read_text()
-    assert source.count(line) == 1
     indent = line[: len(line) - len(line.lstrip())]
     planted = "".join(f"{indent}{part}\n" for part in fault.splitlines())
-    path.write_text(source.replace(line, planted + line))
+    edit(project, name, line, planted + line)
+
+
+def edit(project: Path, name: str, old: str, new: str) -> None:
+    """Replace a piece of a file of the package."""
+    replace_once(next((project / "src").iterdir()) / name, old, new)
+
+
+def replace_once(path: Path, old: str, new: str) -> None:
+    """Replace a piece of a file, which has to occur there once."""
+    source = path.read_text()
+    assert source.count(old) == 1, f"{path} has {source.count(old)} times {old!r}"
+    path.write_text(source.replace(old, new))
 
 
 def processes(wanted: Callable[[bytes, bytes], bool]) -> list[int]:
@@ -111,6 +120,11 @@ def processes(wanted: Callable[[bytes, bytes], bool]) -> list[int]:
         except OSError:  # The process has ended.
             continue
     return sorted(found)
+
+
+def find_marked_processes(mark: str) -> list[int]:
+    """Return the ids of the processes with ``mark`` in their environment, which child processes inherit."""
+    return processes(lambda environment, _: mark.encode() in environment)
 
 
 def wait_until(condition: Callable[[], object], description: str, seconds: float) -> None:

@@ -12,21 +12,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from runs import SHORT, alone, kill_after, launch, losses, records, weights, world_size
+from runs import SHORT, alone, edit, kill_after, launch, losses, records, weights, world_size
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
-EVERY_STEP = (*SHORT, "--checkpoint.every_steps", "1", "--checkpoint.keep", "20")
-
-
-def edit(project: Path, name: str, old: str, new: str) -> None:
-    """Replace a part of a file of the package."""
-    path = next((project / "src").iterdir()) / name
-    source = path.read_text()
-    assert source.count(old) == 1, (name, old)
-    path.write_text(source.replace(old, new))
 
 
 def append(project: Path, name: str, code: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from conftest import TEMPLATE as ROOT
 from conftest import Bake, copy_tracked
 from mutants import PROJECT, TEMPLATE, Mutant
+from runs import replace_once
 
 # `make test-mutants` plants all of them, `make test-long` every seventh.
 SAMPLE = [*PROJECT, *TEMPLATE][::7]
@@ -19,14 +20,6 @@ def parameters(mutants: dict[str, Mutant]) -> list[object]:
     """Return the names of faults, those in the sample marked as slow tests."""
     marks = {name: [pytest.mark.mutant, *([pytest.mark.slow] if name in SAMPLE else [])] for name in mutants}
     return [pytest.param(name, marks=marks[name]) for name in mutants]
-
-
-def plant(mutant: Mutant, folder: Path) -> None:
-    """Replace the piece of the file, which occurs there once."""
-    path = folder / mutant.file
-    source = path.read_text()
-    assert source.count(mutant.old) == 1, f"{mutant.file} has {source.count(mutant.old)} times {mutant.old!r}"
-    path.write_text(source.replace(mutant.old, mutant.new))
 
 
 def assert_a_test_fails(folder: Path, *words: str) -> None:
@@ -40,7 +33,7 @@ def assert_a_test_fails(folder: Path, *words: str) -> None:
 def test_a_project_catches_a_fault(bake: Bake, name: str) -> None:
     mutant = PROJECT[name]
     project = bake(**mutant.answers)
-    plant(mutant, project)
+    replace_once(project / mutant.file, mutant.old, mutant.new)
     assert_a_test_fails(project, f"tests/{mutant.test}")
 
 
@@ -51,5 +44,5 @@ def test_the_template_catches_a_fault(tmp_path: Path, name: str) -> None:
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "--all"], cwd=tmp_path, check=True)
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")
-    plant(mutant, tmp_path)
+    replace_once(tmp_path / mutant.file, mutant.old, mutant.new)
     assert_a_test_fails(tmp_path, "-n0", f"tests/{file}", *(["-k", words] if words else []))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Bake, run
-from runs import SHORT, alone, launch, losses, plant, processes, records, wait_until
+from runs import SHORT, alone, find_marked_processes, launch, losses, plant, records, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,11 +37,6 @@ def quoted_symptoms(project: Path) -> set[str]:
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
     assert rows and all(len(row) == 3 for row in rows), rows
     return {text for symptom, _, _ in rows for text in re.findall("`(.+?)`", symptom)}
-
-
-def find_marked_processes(mark: str) -> list[int]:
-    """Return the ids of the processes with ``mark`` in their environment, which child processes inherit."""
-    return processes(lambda environment, _: mark.encode() in environment)
 
 
 def launch_failing_run(project: Path, *arguments: str | Path, nproc: int = 2, **environment: str) -> str:

@@ -79,9 +79,10 @@ def test_layers_compute_in_the_precision_and_weights_stay_in_fp32(
 ) -> None:
     trainer, seen = build("--train.precision", precision), set()
     for layer in layers(trainer):
-        layer.register_forward_hook(lambda layer, inputs, output: seen.add((type(layer), output.dtype)))
+        if isinstance(layer, nn.Linear | nn.Conv2d):  # Other layers may return several outputs, or keep fp32.
+            layer.register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
     step(trainer)
-    assert dtype in {dtype for kind, dtype in seen if issubclass(kind, nn.Linear | nn.Conv2d)} or not seen
+    assert dtype in seen or not seen
     assert {p.dtype for p in trainer.parallel.module.parameters()} == {torch.float32}
 
 
