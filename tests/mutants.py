@@ -250,6 +250,18 @@ TEMPLATE = {
         "launch.sh convert --checkpont",
         "test_documents.py::launch",
     ),
+    "data.eval_batch_size is ignored": Mutant(
+        "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/evaluate.py",
+        "self.sampler, config.eval_batch_size,",
+        "self.sampler, 256,",
+        "test_effects.py::ddp",
+    ),
+    "nothing shows what a setting does": Mutant(
+        "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/config.py",
+        "    seed: NonNegativeInt = 0\n",
+        "    new: int = 0\n    seed: NonNegativeInt = 0\n",
+        "test_effects.py::ddp",
+    ),
     "a room imports upwards": Mutant(
         "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/runtime/files.py",
         "import os\n",
