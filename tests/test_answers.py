@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import ask, check_project, load_hook, only_project, retry
+from answers import DEFAULT_SLUGS, ask, check_project, load_hook, only_project, retry
 from conftest import CHOICES, CONTEXT, TEMPLATE, Bake, read_tree, run
 from cookiecutter.main import cookiecutter
 from packaging.requirements import Requirement
@@ -79,21 +79,6 @@ ACCEPTED = [
     "\xa0\u3000other blanks\u3000",
     "x" * 500,
 ]
-
-DEFAULT_SLUGS = {
-    "My Experiment": "my-experiment",
-    "  Über  Netz 2!": "uber-netz-2",
-    "東京": "dong-jing",
-    "🔥": "my-experiment",
-    "!!!": "my-experiment",
-    '"': "my-experiment",
-    "2024 Results": "experiment-2024-results",
-    "Test": "my-test",
-    "torch": "my-torch",
-    "Typing Extensions": "my-typing-extensions",
-    "Class": "my-class",
-    "word " * 100: "word-word-word-word-word-word-word-word-word",
-}
 
 
 @pytest.mark.parametrize("answers", [{"paralelism": "ddp"}, {"tracker": "tensorbored"}, {"docker": "false"}])

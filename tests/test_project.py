@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from answers import DEFAULT_SLUGS
 from conftest import CHOICES, Bake, copy_tracked, run
 
 pytestmark = pytest.mark.slow
@@ -81,10 +82,16 @@ def assert_none_skipped(output: str) -> None:
 COMBINATIONS = set(itertools.product(CHOICES["parallelism"], CHOICES["task"]))
 
 
-@pytest.mark.parametrize(("parallelism", "task"), sorted(COMBINATIONS - {INSTALLED}))
-def test_every_strategy_and_task_passes_its_own_tests(bake: Bake, parallelism: str, task: str) -> None:
+# Each has another name, from which a slug is not easy to derive.
+NAMED = [
+    (*answers, name) for answers, name in zip(sorted(COMBINATIONS - {INSTALLED}), itertools.cycle([*DEFAULT_SLUGS][1:]))
+]
+
+
+@pytest.mark.parametrize(("parallelism", "task", "name"), NAMED)
+def test_every_strategy_and_task_passes_its_own_tests(bake: Bake, parallelism: str, task: str, name: str) -> None:
     launcher = "spawn" if task == "digits" else "torchrun"
-    project = bake(parallelism=parallelism, task=task, launcher=launcher)
+    project = bake(parallelism=parallelism, task=task, launcher=launcher, project_name=name)
     assert_none_skipped(run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", cwd=project).stdout)
 
 
