@@ -55,6 +55,9 @@ def check(config: Config, world_size: int, trains: bool) -> None:
     if trains:
         shares = config.parallel.dp_size(world_size)
         launch.check_batch(config.data.global_batch_size, shares, config.train.microbatches)
+        #:: if cookiecutter.__plays ::#
+        config.control.check_shares(shares)
+        #:: endif ::#
 
 
 def run(command: str, config: Config, paths: dict[str, str]) -> None:

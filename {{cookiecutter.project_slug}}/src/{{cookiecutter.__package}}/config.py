@@ -30,7 +30,11 @@ class RunConfig:
     """Directory for everything that the run writes; created if missing. If you set it for evaluate, the record is also
     appended to metrics.jsonl there; otherwise it is only printed."""
     seed: NonNegativeInt = 0
+    #:: if cookiecutter.__plays ::#
+    """Seed of the initial weights, of every episode and of the actions in it, and of the order of the samples."""
+    #:: else ::#
     """Seed of the initial weights, the order of the data and its augmentation."""
+    #:: endif ::#
 
 
 @dataclass
@@ -39,6 +43,8 @@ class DataConfig:
 
     #:: if cookiecutter.task == "digits" ::#
     global_batch_size: PositiveInt = 64
+    #:: elif cookiecutter.__plays ::#
+    global_batch_size: PositiveInt = 256
     #:: else ::#
     global_batch_size: PositiveInt = 32
     #:: endif ::#
@@ -59,7 +65,11 @@ class DataConfig:
 class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
+    #:: if cookiecutter.__plays ::#
+    lr: PositiveFloat = 1e-3
+    #:: else ::#
     lr: PositiveFloat = 4e-3
+    #:: endif ::#
     """Peak learning rate."""
     min_lr_ratio: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay, as a fraction of the peak."""
@@ -67,7 +77,11 @@ class OptimConfig:
     """Steps over which the learning rate rises from zero to its peak."""
     decay_steps: PositiveInt | None = None
     """Step at which the decay ends; null is the last step of ``train.epochs``."""
+    #:: if cookiecutter.__plays ::#
+    weight_decay: NonNegativeFloat = 0.0
+    #:: else ::#
     weight_decay: NonNegativeFloat = 0.05
+    #:: endif ::#
     """Decoupled weight decay of matrices and kernels; biases and normalization weights have none."""
     betas: tuple[float, float] = (0.9, 0.99)
     """Decay rates of AdamW's first and second moments."""
@@ -87,10 +101,16 @@ class TrainConfig:
 
     #:: if cookiecutter.task == "digits" ::#
     epochs: PositiveInt = 20
+    #:: elif cookiecutter.__plays ::#
+    epochs: PositiveInt = 8000
     #:: else ::#
     epochs: PositiveInt = 1
     #:: endif ::#
+    #:: if cookiecutter.__plays ::#
+    """Passes over experience, control.passes of them over the same."""
+    #:: else ::#
     """Passes over the training set."""
+    #:: endif ::#
     max_steps: PositiveInt | None = None
     """Stop after this many optimizer steps; the schedule keeps its length, so a later run can resume from there."""
     #:: if cookiecutter.__has_stages ::#
@@ -116,6 +136,8 @@ class TrainConfig:
     """Steps between two metrics records; the loop waits for the device only then."""
     #:: if cookiecutter.task == "digits" ::#
     eval_every: PositiveInt | None = 110
+    #:: elif cookiecutter.__plays ::#
+    eval_every: PositiveInt | None = 400
     #:: else ::#
     eval_every: PositiveInt | None = 475
     #:: endif ::#
@@ -131,6 +153,8 @@ class CheckpointConfig:
     writes what it holds while training continues. A run resumes from either; convert turns one into the other."""
     #:: if cookiecutter.task == "digits" ::#
     every_steps: PositiveInt | None = 110
+    #:: elif cookiecutter.__plays ::#
+    every_steps: PositiveInt | None = 400
     #:: else ::#
     every_steps: PositiveInt | None = 475
     #:: endif ::#
@@ -163,7 +187,11 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    #:: if cookiecutter.__plays ::#
+    control: ControlConfig = field(default_factory=ControlConfig)
+    #:: else ::#
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    #:: endif ::#
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -186,7 +214,11 @@ class Config:
             raise UserError(f"optim.betas is {list(self.optim.betas)}; give two numbers from 0 to below 1")
         if self.model.weights is not None and self.checkpoint.resume not in ("auto", "never"):
             raise UserError("model.weights starts a new run and checkpoint.resume continues one; give one of them")
+        #:: if cookiecutter.__plays ::#
+        self.control.check(self.data)
+        #:: else ::#
         self.dataset.check()
+        #:: endif ::#
         self.model.check()
 
 

@@ -69,8 +69,14 @@ class EvalSampler(Sampler[Key]):
 
 def build_train_loader(
     dataset: Any, strategy: Strategy, config: DataConfig, seed: int, register: Callable[..., None]
-) -> tuple[TrainSampler | Stream, Iterable[Any]]:
-    """Build the sampler, whose ``set_epoch`` starts an epoch, and the loader of this rank's ``(inputs, targets)``."""
+) -> tuple[Any, Iterable[Any]]:
+    """Build the sampler, whose ``set_epoch`` starts an epoch, and the loader of this rank's ``(inputs, targets)``.
+
+    A training set that depends on the model, such as the experience of a policy, has a method ``build_loader`` of its
+    own, with the same arguments.
+    """
+    if hasattr(dataset, "build_loader"):
+        return dataset.build_loader(strategy, config, seed, register)
     dp_rank, dp_size, batch = strategy.dp_rank, strategy.dp_size, config.global_batch_size
     if isinstance(dataset, IterableDataset):
         stream = Stream(dataset, collate_fn, dp_rank, dp_size, batch, config.num_workers, seed)

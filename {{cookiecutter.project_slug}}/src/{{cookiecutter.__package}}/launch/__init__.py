@@ -12,3 +12,6 @@ from .environment import ProcessInfo, exit_with_error, find_process_info, is_fir
 from .parent import end_with_launcher, init_loader_worker
 from .preflight import check_batch, check_layout, check_port, count_ranks
 from .run_directory import acquire_run_directory, find_resume_candidates, list_checkpoints, lock
+#:: if cookiecutter.__plays ::#
+from .spaces import check_spaces, make_environment
+#:: endif ::#

@@ -12,6 +12,9 @@ from jsonargparse import ArgumentParser
 
 from ..config import sections
 from .environment import exit_with_error
+#:: if cookiecutter.__plays ::#
+from .spaces import complete_settings
+#:: endif ::#
 
 
 class Command(NamedTuple):
@@ -56,6 +59,10 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
         needed = " and ".join(f"--{path} PATH" for path in command.paths) or "neither"
         exit_with_error(f"of --checkpoint and --output, {name} needs {needed}")
     settings = {key: vars(parsed[name][key]) for key in sections()} if command.has_settings else {}
+    #:: if cookiecutter.__plays ::#
+    if settings:
+        complete_settings(settings)
+    #:: endif ::#
     return name, settings, paths
 
 

@@ -7,9 +7,16 @@ This room knows tensors, modules and datasets in general; it does not know this 
 """
 
 from .blocks import prepare_blocks
+#:: if cookiecutter.__plays ::#
+from .environments import derive_seed, to_tensor, to_valid
+from .experience import Experience
+#:: endif ::#
 from .gather import Shares, gather_global_batch, set_shares
 from .losses import GlobalMean, Loss, Weight, read_loss
 from .nested import split_batch, to_device, unpack
+#:: if cookiecutter.__plays ::#
+from .policy import Policy, read_outputs
+#:: endif ::#
 from .seeding import Key, SeededDataset, identity
 #:: if cookiecutter.__cuts_blocks ::#
 from .sequence import balance, check_sequence

@@ -1,0 +1,91 @@
+@dataclass
+class ControlConfig:
+    """Proximal policy optimization in an environment of Gymnasium. Its defaults solve CartPole-v1."""
+
+    environment: str = "CartPole-v1"
+    """Id of the environment. Its observations are vectors, its actions discrete or continuous."""
+    environments: PositiveInt = 8
+    """Copies of the environment, over all ranks together; a multiple of the number of ranks that share them."""
+    steps: PositiveInt = 32
+    """Steps in each of them that make up the experience of an epoch."""
+    passes: PositiveInt = 20
+    """Epochs that train on the same experience, before it is collected anew with the policy of that moment."""
+    discount: PositiveFloat = 0.98
+    """Factor by which a reward counts less for each step that it is in the future."""
+    gae_lambda: NonNegativeFloat = 0.8
+    """Generalized advantage estimation: 0 trusts the critic's values after one step, 1 only the observed rewards."""
+    clip: PositiveFloat = 0.2
+    """Change of an action's probability, as a ratio, beyond which the loss gives no more gradient."""
+    value_weight: NonNegativeFloat = 0.5
+    """Weight of the critic's squared error in the loss."""
+    entropy_weight: NonNegativeFloat = 0.0
+    """Weight in the loss of the policy's entropy, which keeps it from settling on one action too early."""
+    evaluation_episodes: PositiveInt = 100
+    """Episodes per evaluation, over all ranks together, each with the most likely actions."""
+    gif: str | None = None
+    """File for an animation of the first episode of each evaluation; null writes none."""
+
+    def check(self, data: DataConfig) -> None:
+        """Reject values out of range, and a global batch that does not take equally many steps of each environment."""
+        for name in ("discount", "gae_lambda"):
+            if getattr(self, name) > 1:
+                raise UserError(f"control.{name} is {getattr(self, name)}; give at most 1")
+        if data.num_workers:
+            raise UserError(f"data.num_workers is {data.num_workers}; give 0: each rank steps its own environments")
+        size, count = data.global_batch_size, self.environments
+        if size % count or self.steps % (size // count):
+            fits = ", ".join(str(count * n) for n in range(1, self.steps + 1) if self.steps % n == 0)
+            raise UserError(
+                f"data.global_batch_size is {size}, but a batch has equally many of the {self.steps} steps of each of "
+                f"{count} environments; {fits} would do"
+            )
+
+    def check_shares(self, shares: int) -> None:
+        """Reject a number of environments that does not divide into equal shares."""
+        if self.environments % shares:
+            fits = -(-self.environments // shares) * shares
+            raise UserError(
+                f"control.environments is {self.environments}, which does not divide into {shares} share(s); {fits} "
+                "would"
+            )
+
+
+@dataclass
+class ModelConfig:
+    """An actor and a critic side by side, perceptrons of the same size."""
+
+    width: PositiveInt = 64
+    """Features of each hidden layer, of the actor and of the critic."""
+    depth: PositiveInt = 2
+    """Hidden layers of each."""
+    observations: PositiveInt | None = None
+    """Numbers in an observation; null takes it from the environment, and so do the next two."""
+    actions: NonNegativeInt | None = None
+    """Discrete actions to choose from; 0 if actions are continuous."""
+    action_dims: NonNegativeInt | None = None
+    """Numbers in a continuous action; 0 if actions are discrete."""
+    weights: str | None = None
+    """Weights to start a new run from: a checkpoint, a state_dict file or a .safetensors file."""
+    weights_except: list[str] = field(default_factory=list)
+    """Modules that keep their initial weights nevertheless, for example [head]."""
+
+    def check(self) -> None:
+        """Reject sizes that no environment has."""
+        if bool(self.actions) == bool(self.action_dims):
+            raise UserError("model.actions and model.action_dims do not say which actions there are; leave both out")
+#:: if cookiecutter.__cuts_blocks ::#
+
+    def count_blocks(self) -> int:
+        """Return the number of blocks; the model can be split between any two of them."""
+        return 1 + self.depth
+#:: endif ::#
+#:: if cookiecutter.__shards_layers ::#
+
+    def check_shards(self, size: int, sequence_parallel: bool) -> None:
+        """Reject settings that cannot be sharded over ``size`` ranks."""
+        if self.width % size:
+            fits = -(-self.width // size) * size
+            raise UserError(f"model.width is {self.width}, which does not divide into {size} shards; {fits} would")
+        if sequence_parallel:
+            raise UserError("parallel.sequence_parallel is on, but observations have no sequence; leave it off")
+#:: endif ::#
