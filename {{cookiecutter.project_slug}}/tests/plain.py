@@ -5,17 +5,24 @@ the datasets and the loss. So it repeats no mistake in order, random numbers, sc
 """
 
 import math
+#:: if not cookiecutter.__plays ::#
 import random
+#:: endif ::#
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, islice
 from typing import Any
 
+#:: if cookiecutter.__plays ::#
+import gymnasium
+#:: endif ::#
 import numpy as np
 import torch
 from torch import Tensor, nn
+#:: if not cookiecutter.__plays ::#
 from torch.utils.data import IterableDataset
+#:: endif ::#
 
 from support import module
 
@@ -38,7 +45,12 @@ def train(config: Any, steps: int) -> Plain:
     parameters = [p for p in model.parameters() if p.requires_grad]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     planned = plan_steps(train_set, config)
+    #:: if cookiecutter.__plays ::#
+    # The model changes while it plays.
+    for step, (inputs, targets) in enumerate(islice(batches(model, config), steps)):
+    #:: else ::#
     for step, (inputs, targets) in enumerate(islice(batches(train_set, config), steps)):
+    #:: endif ::#
         losses, weight = dataset.loss_fn(model(inputs), targets)
         loss = (losses["loss"] if isinstance(losses, dict) else losses) / weight
         gradients = torch.autograd.grad(loss, parameters)
@@ -58,46 +70,11 @@ def plan_steps(train_set: Any, config: Any) -> int:
     return int(config.optim.decay_steps or config.train.max_steps)
 
 
-def batches(train_set: Any, config: Any) -> Iterator[Any]:
-    """Yield global batches: an epoch is one permutation of the samples, without the incomplete batch at its end."""
-    seed, size = config.run.seed, config.data.global_batch_size
-    for epoch in count():
-        if isinstance(train_set, IterableDataset):
-            yield from stream(train_set, seed, epoch, size)
-            continue
-        generator = torch.Generator().manual_seed(seed + epoch)
-        for indices in torch.randperm(len(train_set), generator=generator).split(size):
-            if len(indices) == size:
-                yield dataset.collate_fn(read(train_set, seed, epoch, indices.tolist()))
-
-
-def read(samples: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
-    """Return samples, each drawn with random numbers that are seeded with (seed, epoch, index)."""
-    return [(seed_everything(seed, epoch, index), samples[index])[1] for index in indices]
-
-
-def stream(samples: Any, seed: int, epoch: int, size: int) -> Iterator[Any]:
-    """Yield the global batches of an epoch of a stream."""
-    if hasattr(samples, "set_epoch"):
-        samples.set_epoch(epoch)
-    seed_everything(seed, epoch, 0)
-    source, batch = iter(samples), []
-    for number in count():
-        seed_everything(seed, epoch, 0, number)
-        if (sample := next(source, None)) is None:
-            return
-        batch.append(sample)
-        if len(batch) == size:
-            yield dataset.collate_fn(batch)
-            batch = []
-
-
-def seed_everything(*key: int) -> None:
-    """Seed ``random``, NumPy and PyTorch with a hash of a sample's key."""
-    digest = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest())
-    random.seed(digest)
-    np.random.seed(digest % 2**32)
-    torch.manual_seed(digest)
+#:: if cookiecutter.__plays ::#
+#:: include "task/control/plain.py" ::#
+#:: else ::#
+#:: include "task/shared/plain.py" ::#
+#:: endif ::#
 
 
 def learning_rate(step: int, end: int, optim: Any) -> float:

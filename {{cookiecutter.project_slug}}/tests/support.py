@@ -108,6 +108,10 @@ def global_batches(config: Any) -> tuple[int | None, Iterator[Any]]:
     data = module("data")
     train_set, _ = module("dataset").build_datasets(config)
     everything = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
+    #:: if cookiecutter.__plays ::#
+    torch.manual_seed(config.run.seed)
+    everything.module = everything.predict = module("model").build_model(config.model)
+    #:: endif ::#
     sampler, loader = data.build_train_loader(train_set, everything, config.data, config.run.seed, lambda *_: None)
 
     def batches() -> Iterator[Any]:

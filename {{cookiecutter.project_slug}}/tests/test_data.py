@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+#:: if not cookiecutter.__plays ::#
 from torch.utils._pytree import tree_leaves
+#:: endif ::#
 from torch.utils.data import IterableDataset
 
+#:: if cookiecutter.__plays ::#
+from support import module
+#:: else ::#
 from support import global_batches, module, settings
+#:: endif ::#
 
 config, data, splitting = module("config"), module("data"), module("splitting")
 
@@ -191,6 +197,7 @@ def test_a_dataset_that_gives_many_samples_is_asked_so_unless_it_draws() -> None
     alone = [splitting.SeededDataset(Batched(), list, seed=1).__getitems__([each])[0] for each in key]
     assert seeded.__getitems__(key) == alone and len(set(alone)) == 3
     assert random.getstate() == state, "reading samples changed the rank's own random numbers"
+#:: if not cookiecutter.__plays ::#
 
 
 def test_a_sample_does_not_depend_on_the_number_of_loader_processes() -> None:
@@ -198,3 +205,4 @@ def test_a_sample_does_not_depend_on_the_number_of_loader_processes() -> None:
     _, spread = global_batches(settings("--data.num_workers", "2"))
     for one, other in itertools.islice(zip(alone, spread, strict=True), 30):
         assert all(map(torch.equal, tree_leaves(one), tree_leaves(other)))
+#:: endif ::#

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+#:: if not cookiecutter.__plays ::#
 import torch
+#:: endif ::#
 
 import plain
 from support import RANKS, SEED, SPLITS, launch, load_model, module, newest_checkpoint, read_records, settings, split_id
@@ -17,14 +19,21 @@ dataset, build_model = module("dataset"), module("model").build_model
 def plain_metrics(run: Path) -> dict[str, Any]:
     """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group."""
     config = settings(*SEED)
+    #:: if not cookiecutter.__plays ::#
     _, test_set = dataset.build_datasets(config)
+    #:: endif ::#
     model = build_model(config.model)
     model.load_state_dict(load_model(run))
+    #:: if cookiecutter.__plays ::#
+    played = plain.play(model.eval(), config)
+    return {"num_samples": len(played["return"]), **dataset.aggregate_metrics(played)}
+    #:: else ::#
     inputs, targets = dataset.collate_fn(plain.read(test_set, config.run.seed, 0, range(len(test_set))))
     with torch.no_grad():
         per_sample = dataset.per_sample_metrics(model.eval()(inputs), targets)
     metrics = dataset.aggregate_metrics({name: values.numpy() for name, values in per_sample.items()})
     return {"num_samples": len(test_set), **metrics}
+    #:: endif ::#
 
 
 def assert_metrics(record: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """What the guarantees need from ``dataset.py`` and ``model.py``: each failure says in words what breaks them."""
 
 import copy
+#:: if not cookiecutter.__plays ::#
 import itertools
+#:: endif ::#
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +46,9 @@ def same(ours: Any, theirs: Any) -> bool:
 def test_a_sample_is_a_function_of_seed_epoch_and_index() -> None:
     config = settings()
     train_set, _ = dataset.build_datasets(config)
-    if isinstance(train_set, IterableDataset):
+    if hasattr(train_set, "build_loader"):
+        reads = [next(global_batches(config)[1]) for _ in range(2)]
+    elif isinstance(train_set, IterableDataset):
         streams = [splitting.Stream(train_set, list, 0, 1, SAMPLES, 0, config.run.seed) for _ in range(2)]
         reads = [copy.deepcopy(next(iter(stream))) for stream in streams]
     else:
@@ -83,7 +87,12 @@ def test_losses_and_weights_add_up(model: nn.Module, batch: Any, monkeypatch: py
     with torch.no_grad():
         outputs = model(batch[0])
         whole = measure(outputs, batch[1])
+        #:: if cookiecutter.__plays ::#
+        # The advantages of half a batch would be normalized over that half.
+        halves = zip(*(splitting.split_batch(each, 2) for each in batch), strict=True)
+        #:: else ::#
         halves = itertools.islice(global_batches(settings("--data.global_batch_size", str(SAMPLES // 2)))[1], 2)
+        #:: endif ::#
         parts = [measure(model(inputs), targets) for inputs, targets in map(splitting.unpack, halves)]
     if calls:
         pytest.skip("this loss compares the samples of the global batch, so it is no sum over samples")

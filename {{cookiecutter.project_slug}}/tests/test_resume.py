@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from conftest import signal_last_rank
-from support import LENGTH, RANKS, SHARDED, STEPS, end_at, flip_bit, launch, load_model, read_records
+from support import LENGTH, RANKS, SHARDED, STEPS, end_at, flip_bit, launch, load_model, module, read_records
 
 
 def test_a_killed_and_stopped_run_ends_with_the_same_weights(
@@ -35,8 +35,8 @@ def test_a_killed_and_stopped_run_ends_with_the_same_weights(
     expected, weights = load_model(whole), load_model(run)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
-    for event in ("train", "eval"):
+    for event, name in (("train", "loss"), ("eval", module("dataset").BEST_METRIC)):
         ours, theirs = (
-            [(record["step"], record["loss"]) for record in read_records(folder, event)] for folder in (run, whole)
+            [(record["step"], record[name]) for record in read_records(folder, event)] for folder in (run, whole)
         )
         assert ours == theirs

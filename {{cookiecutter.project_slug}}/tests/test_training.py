@@ -115,8 +115,9 @@ def test_evaluation_is_in_evaluation_mode_and_training_is_not(build: Callable[..
         layer.register_forward_pre_hook(lambda layer, _: modes.append(layer.training))
     trainer.evaluator()
     assert set(modes) == {False}
+    batch = module("splitting").unpack(next(iter(trainer.loader)))
     modes.clear()
-    step(trainer)
+    trainer.step(*batch)
     assert set(modes) == {True}
 
 
