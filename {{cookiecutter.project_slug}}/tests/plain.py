@@ -70,11 +70,7 @@ def plan_steps(train_set: Any, config: Any) -> int:
     return int(config.optim.decay_steps or config.train.max_steps)
 
 
-#:: if cookiecutter.__plays ::#
-#:: include "task/control/plain.py" ::#
-#:: else ::#
-#:: include "task/shared/plain.py" ::#
-#:: endif ::#
+#:: include cookiecutter.__loop_of_task ~ "/plain.py" ::#
 
 
 def learning_rate(step: int, end: int, optim: Any) -> float:

@@ -81,7 +81,7 @@ class Environments:
         """
         own = [states[number] for number in self.numbers]
         self.episodes = [state["episode"] for state in own]
-        self.actions = [list(state["actions"].numpy()) for state in own]
+        self.actions = [list(state["actions"].clone().numpy()) for state in own]
         self.reset(np.ones(len(own), dtype=bool))
         for index, actions in enumerate(self.actions):
             for action in actions:

@@ -50,11 +50,7 @@ Metrics = dict[str, np.ndarray]  # Per sample: arrays by name, whose first dimen
 Context = Callable[[], AbstractContextManager[None]]
 
 
-#:: if cookiecutter.__plays ::#
-#:: include "task/control/evaluator.py" ::#
-#:: else ::#
-#:: include "task/shared/evaluator.py" ::#
-#:: endif ::#
+#:: include cookiecutter.__loop_of_task ~ "/evaluator.py" ::#
 
 
 def merge(shares: list[Metrics], length: int) -> Metrics:

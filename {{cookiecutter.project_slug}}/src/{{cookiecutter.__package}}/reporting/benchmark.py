@@ -63,6 +63,9 @@ def benchmark(build_trainer: Callable[[], Any], process: Process, global_batch_s
     stopwatch.watch(trainer.parallel, "forward_backward", "forward_backward")
     stopwatch.watch(trainer.parallel, "clip_grad_norm", "clip_grad_norm")
     stopwatch.watch(trainer.scaler, "step", "optimizer")
+    #:: if cookiecutter.__plays ::#
+    stopwatch.watch(trainer.sampler, "collect", "collecting")
+    #:: endif ::#
     #:: if cookiecutter.__has_stages ::#
     watch_stages(trainer.parallel, stopwatch)
     #:: endif ::#
@@ -81,6 +84,9 @@ def benchmark(build_trainer: Callable[[], Any], process: Process, global_batch_s
         #:: if cookiecutter.__has_stages ::#
         "bubble_expected": round(expected_bubble(trainer.parallel), 4),
         "bubble_measured": round(measured_bubble([rank["ms_per_step"] for rank in ranks]), 4),
+        #:: endif ::#
+        #:: if cookiecutter.__plays ::#
+        "collecting_share": round(stopwatch.seconds["collecting"] / stopwatch.seconds["whole_step"], 4),
         #:: endif ::#
         "ranks": ranks,
     }

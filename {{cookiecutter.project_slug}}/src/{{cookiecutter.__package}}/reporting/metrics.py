@@ -21,12 +21,27 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
+    #:: if cookiecutter.__plays ::#
+    """Draw the loss over optimizer steps, and the return over environment steps."""
+    #:: else ::#
     """Draw the loss, and the metric that selects the best checkpoint, over steps."""
+    #:: endif ::#
     from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
 
     records = read_metrics(metrics)
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
+    #:: if cookiecutter.__plays ::#
+    for axes, event, unit, key in (
+        (left, "train", "step", "loss"),
+        *((right, "eval", "environment_steps", key) for key in ("max_return", best_metric, "min_return")),
+    ):
+        points = [(record[unit], record[key]) for record in records if record["event"] == event and unit in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=key.replace("_", " "))
+            axes.legend()
+        axes.set_xlabel(unit.replace("_", " "))
+    #:: else ::#
     for axes, event, key, label in (
         (left, "train", "loss", "training loss"),
         (left, "eval", "loss", "test loss"),
@@ -37,6 +52,7 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
             axes.plot(*zip(*points, strict=True), label=label)
             axes.legend()
         axes.set_xlabel("step")
+    #:: endif ::#
     figure.savefig(image, dpi=150)
 
 
