@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from conftest import TEMPLATE, check_answers, run
 from documents import SUBCOMMANDS
-from runs import SMALL_LANGUAGE, task_of, wait_until
+from runs import SMALL, task_of, wait_until
 from slurm import Slurm, free_ports
 
 BIN = Path(sys.executable).parent
@@ -55,8 +55,7 @@ def small_settings(command: Command) -> list[str]:
     if subcommand == "convert" or {"--help", "--print_config"} & set(options):
         return []
     steps = ["--train.max_steps", "2"] if subcommand in ("train", "benchmark") else []
-    language = SMALL_LANGUAGE if task_of(command.project) == "language" else []
-    return [*steps, *language, "--distributed.device", "cpu"]
+    return [*steps, *SMALL.get(task_of(command.project), []), "--distributed.device", "cpu"]
 
 
 def run_ours(command: Command, **environment: str) -> None:

@@ -20,6 +20,8 @@ BASE = {
     "language": f"--data.global_batch_size 64 --dataset.path {os.__file__} --dataset.max_bytes 12000 "
     "--dataset.test_bytes 2100 "
     "--model.width 16 --model.layers 2 --model.heads 2 --model.context 16 --train.epochs 1",
+    "control": "--data.global_batch_size 64 --control.environments 4 --control.evaluation_episodes 5 --model.width 8 "
+    "--train.epochs 40",
 }
 
 

@@ -6,6 +6,7 @@ and evaluation are written out here, so that it cannot repeat a mistake of the p
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -16,6 +17,7 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -94,6 +96,94 @@ def adamw(p: Tensor, gradient: Tensor, state: list[Tensor], step: int, lr: float
     p -= lr * corrected[0] / (corrected[1].sqrt() + settings["optim.eps"])
 
 
+def seed(*key: int | str) -> int:
+    """Return the number that a key of environments, episodes or actions stands for."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+
+
+def generator(*key: int | str) -> torch.Generator:
+    return torch.Generator().manual_seed(seed(*key))
+
+
+@torch.no_grad()
+def play(model: nn.Module, settings: Settings, number: int, episodes: Iterator[int]) -> Iterator[tuple[Any, ...]]:
+    """Yield every step in one environment: observation, action, its log-probability, value, next value, reward, end."""
+    environment, observation = gymnasium.make("CartPole-v1"), None
+    for collection in itertools.count():
+        random = generator(settings["run.seed"], "action", number, collection)
+        for noise in torch.rand(settings["control.steps"], generator=random).tolist():
+            if observation is None:
+                start = seed(settings["run.seed"], "reset", number, next(episodes))
+                observation = torch.from_numpy(environment.reset(seed=start)[0])
+            outputs = model(observation[None].double())[0]
+            action = int(noise >= outputs[:2].softmax(0)[0])
+            following, reward, terminated, truncated, _ = environment.step(action)
+            after = 0.0 if terminated else model(torch.from_numpy(following)[None].double())[0, 2].item()
+            log_prob = outputs[:2].log_softmax(0)[action].item()
+            yield observation.double(), action, log_prob, outputs[2].item(), after, reward, terminated or truncated
+            observation = None if terminated or truncated else torch.from_numpy(following)
+
+
+def control(model: nn.Module, settings: Settings) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+    """Yield (epoch, observations, targets): of each environment the same number of steps, in an order of its own."""
+    count, steps = settings["control.environments"], settings["control.steps"]
+    worlds = [play(model, settings, number, itertools.count()) for number in range(count)]
+    share = settings["data.global_batch_size"] // count
+    samples: list[list[tuple[Any, ...]]] = []
+    for epoch in range(settings["train.epochs"]):
+        if epoch % settings["control.passes"] == 0:
+            samples = [add_advantages(list(itertools.islice(world, steps)), settings) for world in worlds]
+        keys = [(settings["run.seed"], "order", epoch, number) for number in range(count)]
+        orders = [torch.randperm(steps, generator=generator(*key)).tolist() for key in keys]
+        for i in range(0, steps, share):
+            chosen = [own[step] for own, order in zip(samples, orders, strict=True) for step in order[i : i + share]]
+            observations, *targets = zip(*chosen, strict=True)
+            action, log_prob, advantage, gain = (torch.tensor(values) for values in targets)
+            advantage = advantage.double()
+            advantage = (advantage - advantage.mean()) / advantage.std(correction=0)
+            yield epoch, torch.stack(observations), [action, log_prob.double(), advantage, gain.double()]
+
+
+def add_advantages(steps: list[tuple[Any, ...]], settings: Settings) -> list[tuple[Any, ...]]:
+    """Return (observation, action, log-probability, advantage, return) of steps, the last one first computed."""
+    advantage, found = 0.0, []
+    for observation, action, log_prob, value, after, reward, is_end in reversed(steps):
+        error = reward + settings["control.discount"] * after - value
+        decay = settings["control.discount"] * settings["control.gae_lambda"]
+        advantage = error + (0.0 if is_end else decay * advantage)
+        found.append((observation, action, log_prob, advantage, advantage + value))
+    return found[::-1]
+
+
+def clipped_loss(outputs: Tensor, targets: list[Tensor], settings: Settings) -> Tensor:
+    """Return the mean loss of proximal policy optimization."""
+    action, log_prob, advantage, gain = targets
+    log_probs = outputs[:, :2].log_softmax(1)
+    ratio = (log_probs[torch.arange(len(action)), action] - log_prob).exp()
+    bound = advantage * ratio.clip(1 - settings["control.clip"], 1 + settings["control.clip"])
+    entropy = -(log_probs.exp() * log_probs).sum(1)
+    squared = (outputs[:, 2] - gain) ** 2
+    loss = -torch.minimum(ratio * advantage, bound) + settings["control.value_weight"] * squared
+    return (loss - settings["control.entropy_weight"] * entropy).mean()
+
+
+@torch.no_grad()
+def play_episodes(model: nn.Module, settings: Settings) -> dict[str, float]:
+    """Return the metrics of the evaluation's episodes, in which a step's reward is 1."""
+    environment, lengths = gymnasium.make("CartPole-v1"), []
+    for number in range(settings["control.evaluation_episodes"]):
+        observation, _ = environment.reset(seed=seed(settings["run.seed"], "evaluation", number))
+        for length in itertools.count(1):
+            action = int(model(torch.from_numpy(observation)[None].double())[0, :2].argmax())
+            observation, _, terminated, truncated, _ = environment.step(action)
+            if terminated or truncated:
+                lengths.append(length)
+                break
+    mean = sum(lengths) / len(lengths)
+    metrics = {"mean_return": mean, "min_return": min(lengths), "max_return": max(lengths), "mean_length": mean}
+    return {"num_samples": len(lengths), **metrics}
+
+
 @dataclass
 class Oracle:
     """What a run has to log of each step and each evaluation, and its final weights."""
@@ -106,30 +196,43 @@ class Oracle:
 def train(package: Path, task: str, settings: Settings) -> Oracle:
     """Train and evaluate in this process, in one thread: several would wait for each other on a busy machine."""
     torch.set_num_threads(1)
-    data, model, oracle = DATA[task], build_model(package, settings), Oracle()
+    model, oracle, is_control = build_model(package, settings), Oracle(), task == "control"
     parameters = list(model.parameters())
     states = [[torch.zeros_like(p), torch.zeros_like(p)] for p in parameters]
-    schedule = list(enumerate(batches(data, package, settings)))
-    for step, (epoch, inputs, targets) in schedule:
-        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    if is_control:
+        experience = settings["control.environments"] * settings["control.steps"]
+        steps = settings["train.epochs"] * experience // settings["data.global_batch_size"]
+        schedule: Any = control(model, settings)  # While the model changes.
+    else:
+        schedule = list(batches(DATA[task], package, settings))
+        steps = len(schedule)
+    for step, (epoch, inputs, targets) in enumerate(schedule):
+        outputs = model(inputs)
+        loss = clipped_loss(outputs, targets, settings) if is_control else cross_entropy(outputs, targets)
         gradients = torch.autograd.grad(loss, parameters)
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
-        lr = learning_rate(step, len(schedule), settings)
+        lr = learning_rate(step, steps, settings)
         scale = min(1.0, settings["train.clip_grad_norm"] / norm)
         for p, gradient, state in zip(parameters, gradients, states, strict=True):
             adamw(p, gradient * scale, state, step, lr, settings)
         oracle.records.append({"step": step + 1, "epoch": epoch, "loss": loss.item(), "lr": lr, "grad_norm": norm})
         if (step + 1) % settings["train.eval_every"] == 0:
-            oracle.evaluations.append({"step": step + 1, **evaluate(model, *data(package, settings, "test", 0))})
+            metrics = play_episodes(model, settings) if is_control else evaluate(model, task, package, settings)
+            oracle.evaluations.append({"step": step + 1, **metrics})
     oracle.weights = dict(model.state_dict())
     return oracle
 
 
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+def evaluate(model: nn.Module, task: str, package: Path, settings: Settings) -> dict[str, float]:
     """Return the metrics of a whole test split, each sample once."""
+    inputs, targets = DATA[task](package, settings, "test", 0)
     outputs = model(inputs)
-    loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten()).item()
+    loss = cross_entropy(outputs, targets).item()
     if targets.dim() == 1:
         metrics = {"accuracy": (outputs.argmax(1) == targets).double().mean().item()}
     else:

@@ -21,6 +21,12 @@ SMALL_LANGUAGE = (
     "--dataset.max_bytes 43000 --dataset.test_bytes 20000 --data.global_batch_size 32 --train.epochs 20 "
     "--model.width 32 --model.layers 6 --model.heads 4 --model.context 32"
 ).split()
+# For the control task: little experience, a small model with as many blocks, and few episodes.
+SMALL_CONTROL = (
+    "--control.environments 8 --control.steps 16 --control.passes 3 --data.global_batch_size 32 --train.epochs 20 "
+    "--model.width 16 --model.depth 7 --control.evaluation_episodes 9"
+).split()
+SMALL = {"language": SMALL_LANGUAGE, "control": SMALL_CONTROL}
 
 
 def task_of(project: Path) -> str:
@@ -29,8 +35,8 @@ def task_of(project: Path) -> str:
 
 
 def small(project: Path, command: str, *words: str | Path) -> list[str | Path]:
-    """Return a command and its arguments, with settings that make the language task small enough for a test."""
-    return [command, *(SMALL_LANGUAGE if task_of(project) == "language" and command != "convert" else []), *words]
+    """Return a command and its arguments, with settings that make the task small enough for a test."""
+    return [command, *(SMALL.get(task_of(project), []) if command != "convert" else []), *words]
 
 
 def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -188,7 +188,7 @@ def packages_of_a_project(projects: list[Path]) -> set[str]:
 @pytest.fixture(scope="module")
 def taken(baked: Bake) -> set[str]:
     """The names of all modules and packages that a project's own name must not shadow, as pip compares names."""
-    projects = [baked(tracker=tracker, task="language") for tracker in CHOICES["tracker"]]
+    projects = [baked(tracker=tracker, task=task) for tracker in CHOICES["tracker"] for task in CHOICES["task"]]
     packages = packages_of_a_project(projects)
     modules = {
         module for module, owners in packages_distributions().items() if packages & set(map(canonicalize_name, owners))

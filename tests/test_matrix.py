@@ -58,6 +58,24 @@ TASKS = {
         "train.clip_grad_norm": 0.5,
         "train.microbatches": 2,
     },
+    "control": {
+        "data.global_batch_size": 16,
+        "control.environments": 8,
+        "control.steps": 14,
+        "control.passes": 2,  # The second collection is after the kill.
+        "control.discount": 0.9,
+        "control.gae_lambda": 0.7,
+        "control.clip": 0.02,
+        "control.value_weight": 0.4,
+        "control.entropy_weight": 0.3,
+        "control.evaluation_episodes": 9,
+        "model.width": 16,
+        "model.depth": 3,
+        "model.observations": 4,
+        "model.actions": 2,
+        "model.action_dims": 0,
+        "train.clip_grad_norm": 0.3,
+    },
 }
 ORACLES: dict[str, oracle.Oracle] = {}
 
@@ -137,6 +155,15 @@ def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
         ("digits", "train.clip_grad_norm", 1e9),
         ("language", "train.clip_grad_norm", 1e9),
         ("language", "optim.weight_decay", 0.0),
+        ("control", "run.seed", 8),
+        ("control", "control.steps", 28),
+        ("control", "control.passes", 1),
+        ("control", "control.discount", 0.95),
+        ("control", "control.gae_lambda", 0.8),
+        ("control", "control.clip", 0.2),
+        ("control", "control.value_weight", 0.5),
+        ("control", "control.entropy_weight", 0.0),
+        ("control", "train.clip_grad_norm", 1e9),
     ],
 )
 def test_a_run_that_ignored_a_setting_would_be_seen(

@@ -20,6 +20,7 @@ from test_experiments import TOLERANCE, assert_close, kill_after
 STEPS = "--train.max_steps 8 --train.log_every 1 --train.eval_every 4 --checkpoint.every_steps 2".split()
 CPU = ("--distributed.device", "cpu")
 NAMES = ["any_model", "contrastive", "ema", "finetune", "gan", "images", "stream", "table", "transformers"]
+OF_CONTROL = ["environment"]
 # The files that only the GAN may change; `checkpoint/` and `parallel.py` stay as they are in all recipes.
 UNTOUCHED = re.compile(r"/(checkpoint/|parallel\.py)")
 
@@ -35,7 +36,10 @@ def prepare(recipe: str, project: Path) -> None:
 @pytest.mark.parametrize("task", CHOICES["task"])
 def test_a_recipe_fits_the_project_and_its_tools(bake: Bake, parallelism: str, task: str) -> None:
     shown = {path.stem for path in (bake("shown", parallelism=parallelism, task=task) / "docs").iterdir()}
-    assert shown == set(NAMES) or shown == set(NAMES) - {"any_model", "contrastive", "gan", "transformers"}
+    if task == "control":
+        assert shown == set(OF_CONTROL)
+    else:
+        assert shown == set(NAMES) or shown == set(NAMES) - {"any_model", "contrastive", "gan", "transformers"}
     for recipe in sorted(shown):
         project = bake(recipe, parallelism=parallelism, task=task)
         edits = apply(project / "docs" / f"{recipe}.md", project)
@@ -71,9 +75,9 @@ def arguments(recipe: str, project: Path, folder: Path) -> list[str | Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", [*NAMES, *OF_CONTROL])
 def test_a_recipe_trains_resumes_and_evaluates_the_same(bake: Bake, tmp_path: Path, recipe: str) -> None:
-    project = bake()
+    project = bake(task="control") if recipe in OF_CONTROL else bake()
     if recipe == "finetune":
         # The recipe starts from the weights of the shipped task.
         text = (project / "docs/finetune.md").read_text()

@@ -27,7 +27,7 @@ def rendering() -> Rendering:
 
 
 def test_all_combinations_are_rendered_as_cookiecutter_does_it(rendering: Rendering, bake: Bake) -> None:
-    assert len(rendering.projects) == 6 * 2 * 2 * 3 * 2 * 2 * 4
+    assert len(rendering.projects) == 6 * 3 * 2 * 3 * 2 * 2 * 4
     for i in range(max(map(len, CHOICES.values()))):  # Together, these have every choice.
         answers = {name: values[i % len(values)] for name, values in CHOICES.items()}
         files = next(project.files for project in rendering.projects if project.answers == answers)

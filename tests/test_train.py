@@ -29,12 +29,14 @@ pytestmark = pytest.mark.slow
 LONGER = (
     "--train.max_steps 25 --train.log_every 5 --train.eval_every 10 --checkpoint.every_steps 5 --distributed.device cpu"
 ).split()
-SAMPLES = {"digits": 360, "language": 624}
-METRIC = {"digits": "accuracy", "language": "bits_per_byte"}
+SAMPLES = {"digits": 360, "language": 624, "control": 9}
+STEPS_PER_EPOCH = {"digits": 22, "language": 22, "control": 4}
+METRIC = {"digits": "accuracy", "language": "bits_per_byte", "control": "mean_return"}
 
 VARIANTS = [
     {"parallelism": "ddp", "task": "digits", "launcher": "torchrun", "tracker": "none"},
     {"parallelism": "pipeline", "task": "language", "launcher": "spawn", "tracker": "tensorboard"},
+    {"parallelism": "fsdp", "task": "control", "launcher": "torchrun", "tracker": "none"},
 ]
 for question in ("task", "launcher", "tracker"):
     assert {variant[question] for variant in VARIANTS} == set(CHOICES[question]), f"a {question} has no variant"
@@ -62,13 +64,15 @@ def finished_run(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_a_run_writes_metrics_checkpoints_and_provenance(project: Path, finished_run: Path) -> None:
     logged = [(record["step"], record["epoch"]) for record in records(finished_run, "train")]
-    assert logged == [(5, 0), (10, 0), (15, 0), (20, 0), (25, 1)]
+    per_epoch = STEPS_PER_EPOCH[task_of(project)]
+    assert logged == [(step, (step - 1) // per_epoch) for step in (5, 10, 15, 20, 25)]
     assert all(record.keys() >= {"loss", "lr", "grad_norm"} for record in records(finished_run, "train"))
     evaluations = records(finished_run, "eval")
     assert [(record["step"], record["split"], record["num_samples"]) for record in evaluations] == [
         (step, "test", SAMPLES[task_of(project)]) for step in (10, 20, 25)
     ]
-    best = max(evaluations, key=lambda record: record.get("accuracy", -record["loss"]))["step"]
+    metric = METRIC[task_of(project)]
+    best = max(evaluations, key=lambda record: record[metric] * (-1 if metric == "bits_per_byte" else 1))["step"]
     assert checkpoints(finished_run) == [f"step-{step:08d}.pt" for step in sorted({best, 20, 25})]
     assert (finished_run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -121,8 +125,9 @@ def test_evaluate_reports_the_same_metrics_as_the_run(project: Path, finished_ru
     expected = records(finished_run, "eval")[-1]
     assert record.keys() == expected.keys()
     assert record["num_samples"] == SAMPLES[task_of(project)]
+    for name in ({"loss", METRIC[task_of(project)]} & record.keys()) - {"accuracy"}:
+        assert record[name] == pytest.approx(expected[name], rel=1e-6)
     assert record.get("accuracy") == expected.get("accuracy")
-    assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 def test_a_run_directory_rejects_a_different_run(plain: Path, saved_run: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ EVERYWHERE = {
     ("parallelism", "data_parallel"): r"nn\.DataParallel|data_parallel",
     ("task", "digits"): r"\bUCI\b|digits\.(npz|md)|accuracy|pixel|GroupNorm|optical",
     ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|model\.context|\bGPT\b|\bprompt\b",
+    ("task", "control"): r"gymnasium|CartPole|\bcontrol\.|mean_return|\bpolicy\b|pygame",
     ("tracker", "tensorboard"): r"tensorboard|SummaryWriter|event file",
     ("launcher", "spawn"): r"\bspawn(?!\")",  # "spawn" is also the start method of loader processes.
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone|MAX_RESTARTS",
@@ -36,6 +37,7 @@ IN_PROSE = {
     ("parallelism", "tensor"): r"DTensor|(col|row)wise",
     ("task", "digits"): r"batch.?norm|step-00000440|\b360\b|\bdigits\b",
     ("task", "language"): r"step-00001855|byte-level|(one|eight)_gpus?",
+    ("task", "control"): r"step-00004000|\bepisodes?\b|reinforcement",
 }
 # What an answer rules out: it is in no prose of a project with that answer.
 RULED_OUT = {

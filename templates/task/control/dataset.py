@@ -33,11 +33,6 @@ class Episodes:
     def __len__(self) -> int:
         return self.control.evaluation_episodes
 
-    def progress(self) -> dict[str, int]:
-        """Return the steps that had been taken in the environments, if this run collects experience."""
-        steps = self.experience.environment_steps
-        return {"environment_steps": steps} if steps else {}
-
 
 def build_datasets(config: Config) -> tuple[Experience, Episodes]:
     """Return the experience to train on, and the episodes to evaluate on; reject a model for another environment."""

@@ -27,7 +27,8 @@ class Evaluator:
         # One message of a few arrays per rank; ranks with the same share have played the same episodes.
         shares = all_gather_object(own if self.policy.is_first else {name: values[:0] for name, values in own.items()})
         metrics = merge(shares, len(self.episodes))
-        return {"num_samples": len(self.episodes), **dataset.aggregate_metrics(metrics), **self.episodes.progress()}
+        progress = {"environment_steps": self.episodes.experience.environment_steps}
+        return {"num_samples": len(self.episodes), **dataset.aggregate_metrics(metrics), **progress}
 
     def play_share(self) -> Metrics:
         """Return the metrics of every ``dp_size``-th episode from ``dp_rank`` on, and their ``index``."""

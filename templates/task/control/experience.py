@@ -40,6 +40,7 @@ class Experience:
         self.control, self.model, self.estimate_advantages = control, model, estimate_advantages
         self.epoch = self.start = 0
         self.rollout = -1  # Number of the collection that is trained on.
+        self.environment_steps = 0
         self.own: dict[str, Tensor] = {}  # By name: this rank's environments, then steps, then numbers.
         self.moments = torch.empty(0)
 
@@ -55,10 +56,6 @@ class Experience:
         self.steps_per_epoch = self.control.steps // self.per_environment
         register("experience", self)
         return self, self
-
-    @property
-    def environment_steps(self) -> int:
-        return (self.rollout + 1) * self.control.steps * self.control.environments
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Set the epoch, and how many of its samples (over all ranks) have already been consumed."""
@@ -103,6 +100,7 @@ class Experience:
         self.own = {"observation": observations, "action": actions, "log_prob": log_probs}
         self.own |= {"advantage": advantages, "return": advantages + values}
         self.rollout = rollout
+        self.environment_steps += self.control.steps * self.control.environments
         self.measure_moments()
 
     def draw_noise(self, rollout: int) -> Tensor:
@@ -140,7 +138,8 @@ class Experience:
         for index, number in enumerate(self.numbers):
             own[number] |= {"experience": {name: values[index].clone() for name, values in self.own.items()}}
         states = {number: state for share in self.gather(own).values() for number, state in share.items()}
-        return {"layout": self.layout(), "rollout": self.rollout, "environments": [states[n] for n in sorted(states)]}
+        collected = {"rollout": self.rollout, "environment_steps": self.environment_steps}
+        return {"layout": self.layout(), **collected, "environments": [states[number] for number in sorted(states)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore this rank's share of what any number of ranks saved; a collective. Rejects another layout."""
@@ -151,7 +150,7 @@ class Experience:
                     "same, or start another run.dir from its weights: --model.weights PATH"
                 )
         self.environments.restore(state["environments"])
-        self.rollout = state["rollout"]
+        self.rollout, self.environment_steps = state["rollout"], state["environment_steps"]
         if self.rollout >= 0:
             own = [state["environments"][number]["experience"] for number in self.numbers]
             self.own = {name: torch.stack([each[name] for each in own]) for name in own[0]}

@@ -102,7 +102,7 @@ class TrainConfig:
     #:: if cookiecutter.task == "digits" ::#
     epochs: PositiveInt = 20
     #:: elif cookiecutter.__plays ::#
-    epochs: PositiveInt = 8000
+    epochs: PositiveInt = 4000
     #:: else ::#
     epochs: PositiveInt = 1
     #:: endif ::#

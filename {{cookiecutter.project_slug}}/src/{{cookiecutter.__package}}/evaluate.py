@@ -71,6 +71,9 @@ def evaluate(path: str, config: Config, process: Process) -> None:
     """Evaluate the checkpoint at ``path`` on the test set and print its metrics."""
     header, parallel = load_strategy(path, config, process)
     _, test_set = dataset.build_datasets(config)
+    #:: if cookiecutter.__plays ::#
+    test_set.experience.environment_steps = header["experience"]["environment_steps"]
+    #:: endif ::#
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
     record |= Evaluator(test_set, parallel, config.data, config.run.seed)()
     on_main(lambda: append_record(record, config.run.dir))
