@@ -503,6 +503,10 @@ def attempt(lab: Lab, effect: Effect, ignored: str) -> str:
 
 def main(package: str, task: str, folder: Path) -> None:
     """Observe all effects on this rank, and write the outcome into the folder, with the names of all settings."""
+    if task == "control":
+        from control_effects import CONTROL  # Imported here, because it imports this file.
+
+        EFFECTS.update(CONTROL)
     lab = Lab(package, task, folder)
     runtime, rank = lab.module("runtime"), os.environ["RANK"]
     with runtime.process_group(lab.settings().distributed, devices_per_rank=1) as lab.process:

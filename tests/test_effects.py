@@ -11,13 +11,15 @@ from conftest import CHOICES, Bake, run
 from runs import world_size
 
 EFFECTS = Path(__file__).with_name("effects.py")
+# Either task under some of the strategies; layers of the language model can also be sharded along the sequence.
+COMBINATIONS = [
+    (name, "language" if name in ("fsdp", "pipeline", "tensor") else "digits") for name in CHOICES["parallelism"]
+] + [("ddp", "control")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
-def test_each_setting_acts(bake: Bake, tmp_path: Path, parallelism: str) -> None:
-    # Either task under some of the strategies; layers of the language model can also be sharded along the sequence.
-    task = "language" if parallelism in ("fsdp", "pipeline", "tensor") else "digits"
+@pytest.mark.parametrize(("parallelism", "task"), COMBINATIONS)
+def test_each_setting_acts(bake: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
     project, ranks = bake(parallelism=parallelism, task=task), world_size(parallelism)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {"PYTHONPATH": "src", "CUDA_VISIBLE_DEVICES": ""}

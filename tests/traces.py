@@ -17,7 +17,7 @@ EVERYWHERE = {
     ("parallelism", "data_parallel"): r"nn\.DataParallel|data_parallel",
     ("task", "digits"): r"\bUCI\b|digits\.(npz|md)|accuracy|pixel|GroupNorm|optical",
     ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|model\.context|\bGPT\b|\bprompt\b",
-    ("task", "control"): r"gymnasium|CartPole|\bcontrol\.|mean_return|\bpolicy\b|pygame",
+    ("task", "control"): r"gymnasium|CartPole|\bcontrol\.|mean_return|pygame|advantages?\b",
     ("tracker", "tensorboard"): r"tensorboard|SummaryWriter|event file",
     ("launcher", "spawn"): r"\bspawn(?!\")",  # "spawn" is also the start method of loader processes.
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone|MAX_RESTARTS",

@@ -136,7 +136,7 @@ class Experience:
         """Return the environments and the experience of the whole run, by environment; a collective."""
         own = self.environments.state()
         for index, number in enumerate(self.numbers):
-            own[number] |= {"experience": {name: values[index].clone() for name, values in self.own.items()}}
+            own[number]["experience"] = {name: values[index].clone() for name, values in self.own.items()}
         states = {number: state for share in self.gather(own).values() for number, state in share.items()}
         collected = {"rollout": self.rollout, "environment_steps": self.environment_steps}
         return {"layout": self.layout(), **collected, "environments": [states[number] for number in sorted(states)]}

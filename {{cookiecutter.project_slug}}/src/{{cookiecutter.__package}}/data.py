@@ -72,8 +72,8 @@ def build_train_loader(
 ) -> tuple[Any, Iterable[Any]]:
     """Build the sampler, whose ``set_epoch`` starts an epoch, and the loader of this rank's ``(inputs, targets)``.
 
-    A training set that depends on the model, such as the experience of a policy, has a method ``build_loader`` of its
-    own, with the same arguments.
+    A training set that depends on the model, such as the experience of an agent, has a method ``build_loader`` of its
+    own, with the same other arguments.
     """
     if hasattr(dataset, "build_loader"):
         return dataset.build_loader(strategy, config, seed, register)
