@@ -23,7 +23,7 @@ class Mutant:
 
 SRC = "src/my_experiment/"
 FSDP, TENSOR, PIPELINE, MODEL = ({"parallelism": name} for name in ("fsdp", "tensor", "pipeline", "model_parallel"))
-LANGUAGE = {"task": "language"}
+LANGUAGE, CONTROL = {"task": "language"}, {"task": "control"}
 
 # Caught by the tests of a rendered project.
 PROJECT = {
@@ -106,6 +106,45 @@ PROJECT = {
     ),
     "the worst checkpoint is the best": Mutant(
         SRC + "train.py", "sign * value > sign * progress", "sign * value < sign * progress", "test_training.py"
+    ),
+    # Experience
+    "environments are seeded by their place on the rank": Mutant(
+        SRC + "splitting/environments.py",
+        "keys = zip(self.numbers, self.episodes, strict=True)",
+        "keys = enumerate(self.episodes)",
+        "test_dataset.py",
+        CONTROL,
+    ),
+    "actions are drawn alike in every collection": Mutant(
+        SRC + "splitting/experience.py", '"action", number, rollout)', '"action", number, 0)', "test_split.py", CONTROL
+    ),
+    "advantages are normalized by each rank": Mutant(
+        SRC + "splitting/experience.py",
+        "sum(self.gather(torch.stack(sums)).values())",
+        "torch.stack(sums) * self.strategy.dp_size",
+        "test_split.py",
+        CONTROL,
+    ),
+    "an episode that is cut off ends": Mutant(
+        SRC + "splitting/experience.py",
+        "following_values, terminated, ended, self.control",
+        "following_values, ended, ended, self.control",
+        "test_dataset.py",
+        CONTROL,
+    ),
+    "a resumed environment starts its episode anew": Mutant(
+        SRC + "splitting/environments.py",
+        "            for action in actions:",
+        "            for action in []:",
+        "test_dataset.py",
+        CONTROL,
+    ),
+    "each rank plays every episode": Mutant(
+        SRC + "evaluate.py",
+        "own, size = range(self.parallel.dp_rank, ",
+        "own, size = range(0, ",
+        "test_evaluate.py",
+        CONTROL,
     ),
     # Settings
     "train.precision is ignored": Mutant(

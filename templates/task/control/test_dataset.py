@@ -76,6 +76,17 @@ def test_an_advantage_is_what_was_gained_over_the_value() -> None:
     assert found.tolist() == [[1 + 0.5 * (2 + 0.5 * 60) - 10, 2 + 0.5 * 60 - 20, 4 - 30, 8 + 0.5 * 80 - 40]]
 
 
+def test_an_episode_that_is_cut_off_goes_on_in_its_value() -> None:
+    experience, seen = build(*CONTINUOUS, "--control.steps", "256"), []
+    estimate = experience.estimate_advantages
+    experience.estimate_advantages = lambda *arguments: (seen.append(arguments), estimate(*arguments))[1]
+    experience.collect(0)
+    _, values, following, terminated, ended, _ = seen[0]
+    assert not terminated.any() and ended.nonzero().tolist() == [[number, 199] for number in range(4)]
+    assert torch.allclose(following[:, :199], values[:, 1:200], atol=1e-5)
+    assert (following[:, 199] != values[:, 200]).all()  # What follows is another episode.
+
+
 def test_the_loss_stops_where_the_policy_has_changed_enough() -> None:
     for log_prob, is_clipped in ((0.0, False), (-0.5, True)):
         outputs = torch.zeros(1, 3, requires_grad=True)

@@ -72,7 +72,8 @@ class Checkpointer:
 
         An optimizer is saved by the names of its parameters, together with the others. Anything else is of a kind:
 
-            run        the same on all ranks, such as a scheduler; rank 0's is saved
+            run        the same on all ranks, such as a scheduler; rank 0's is saved, but all of them are asked for
+                       it, so that they may gather it
             rank       each rank's own, such as a buffer of samples; restored if the world size is the same
             tensors    ``state_dict`` returns tensors named like the parameters that this rank holds, such as their
                        average; they are sharded, gathered and converted as those are, and restored in place, without
