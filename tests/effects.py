@@ -513,7 +513,7 @@ def main(package: str, task: str, folder: Path) -> None:
         outcome = observe(lab, EFFECTS)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name)
-    lab.folder /= rank
+    lab.folder /= f"rank{rank}"
     lab.folder.mkdir()
     outcome |= observe(lab, ALONE)
     (folder / f"{rank}.json").write_text(json.dumps(dict.fromkeys(settings_of(lab)) | outcome))
