@@ -135,7 +135,7 @@ def test_a_run_directory_rejects_a_different_run(plain: Path, saved_run: Path, t
     assert "give another run.dir" in mixed.stderr and mixed.stderr.count("\n") == 1
     settings = (tmp_path / "a" / "config.yaml").read_text()
     wider = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--model.width", "64", expect=2)
-    assert "model.width = 32" in wider.stderr and wider.stderr.count("\n") == 1
+    assert "model.width is 64, and 32 in the checkpoint" in wider.stderr and wider.stderr.count("\n") == 1
     assert (tmp_path / "a" / "config.yaml").read_text() == settings
 
 

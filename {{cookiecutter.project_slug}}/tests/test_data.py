@@ -93,10 +93,6 @@ def test_a_stream_is_the_same_on_any_number_of_ranks(dp_size: int) -> None:
     assert read_stream(Stream(), dp_size, epoch=1) != whole
 
 
-def test_a_stream_resumes_with_another_batch_size() -> None:
-    assert [number for batch in read_stream(Stream(), 2, start=8) for number, *_ in batch] == list(range(8, 92))
-
-
 def add_random(samples: list[Any]) -> list[Any]:
     """Collate samples as they are, and a random number."""
     return [*samples, random.random()]

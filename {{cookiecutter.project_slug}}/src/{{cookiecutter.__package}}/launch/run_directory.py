@@ -6,6 +6,8 @@ import re
 import time
 from pathlib import Path
 
+import yaml
+
 from ..config import UserError
 
 
@@ -18,10 +20,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 def find_resume_candidates(run_dir: Path, resume: str, restarted: bool) -> list[Path]:
     """Return the checkpoints that a run may resume from, first choice first; none for a fresh start.
 
-    Rejects a directory whose content ``checkpoint.resume`` forbids. A ``restarted`` job always resumes what it saved.
+    Rejects a directory whose content ``checkpoint.resume`` forbids. A ``restarted`` job always resumes what it saved,
+    and so does a command that is repeated: the run in the directory started from the same path.
     """
     saved = list_checkpoints(run_dir)
-    if resume == "auto" or (saved and restarted):
+    if resume == "auto" or (saved and (restarted or read_resume(run_dir) == resume != "never")):
         return saved[::-1]
     newest = f"{run_dir} holds {saved[-1].name}" if saved else ""
     if resume == "never":
@@ -34,6 +37,16 @@ def find_resume_candidates(run_dir: Path, resume: str, restarted: bool) -> list[
     if saved and path.resolve() != saved[-1].resolve():
         raise UserError(f"{newest} already; to start from {resume}, give another run.dir")
     return [path]
+
+
+def read_resume(run_dir: Path) -> str | None:
+    """Return the ``checkpoint.resume`` with which the run in a directory was started; None if that is unknown."""
+    try:
+        settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        resume: str = settings["checkpoint"]["resume"]
+        return resume
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None
 
 
 def acquire_run_directory(run_dir: Path, resume: str, restarted: bool) -> list[Path]:
