@@ -12,6 +12,7 @@
 """
 
 import copy
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config import CheckpointConfig, UserError
-from ..launch import list_checkpoints
+from ..launch import check_run_directory, list_checkpoints
 from ..runtime import Process, get_rng_state, on_main, remove, set_rng_state, write_atomically
 from . import sharded
 from .changes import check_changes
@@ -113,8 +114,13 @@ class Checkpointer:
         pending, self.pending = self.pending, None
         if pending is not None:
             future, path = pending
-            with sharded.one_line_errors(f"{path} could not be written", UserError):
-                future.result()
+            try:
+                with sharded.one_line_errors(f"{path} could not be written", UserError):
+                    future.result()
+            except UserError:
+                if self.process.is_main:
+                    shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)  # The disk may be full.
+                raise
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is after ``progress.step`` steps, and remove checkpoints that are no longer kept.
@@ -123,6 +129,7 @@ class Checkpointer:
         Raises UserError on every rank if this or the previous save could not be written.
         """
         self.wait()
+        on_main(partial(check_run_directory, self.run_dir))
         tensors = self.state()
         header = self.build_header(progress)
         path = self.run_dir / "checkpoints" / f"step-{progress.step:08d}.pt"
@@ -269,9 +276,14 @@ def check_types(states: Mapping[str, Any]) -> None:
 
 
 def prune(run_dir: Path, keep: int, best_step: int | None) -> None:
-    """Remove what a killed save left behind, and all checkpoints except the ``keep`` newest and the best."""
-    for path in (run_dir / "checkpoints").glob("step-*.tmp"):
-        remove(path)
-    for path in list_checkpoints(run_dir)[:-keep]:
-        if path.stem != f"step-{best_step or 0:08d}":
+    """Remove what a killed save left behind, and all checkpoints except the ``keep`` newest and the best.
+
+    What cannot be removed stays, with a warning: the new checkpoint is complete.
+    """
+    kept = f"step-{best_step or 0:08d}"
+    surplus = [path for path in list_checkpoints(run_dir)[:-keep] if path.stem != kept]
+    for path in [*(run_dir / "checkpoints").glob("step-*.tmp"), *surplus]:
+        try:
             remove(path)
+        except OSError as error:
+            print(f"warning: {path} could not be removed: {error.strerror}", file=sys.stderr)

@@ -19,5 +19,11 @@ from .environment import (
 )
 from .parent import end_with_launcher, init_loader_worker
 from .preflight import check_batch, check_layout, check_port, count_ranks
-from .run_directory import acquire_run_directory, find_resume_candidates, list_checkpoints, lock
+from .run_directory import (
+    acquire_run_directory,
+    check_run_directory,
+    find_resume_candidates,
+    list_checkpoints,
+    lock,
+)
 from .values import check_values, check_variables

@@ -1,8 +1,10 @@
 """The run directory before a run: which checkpoint it may resume from, and the lock that keeps other runs out."""
 
+import errno
 import fcntl
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -10,10 +12,19 @@ import yaml
 
 from ..config import UserError
 
+# The open lock file of each run directory that belongs to this process.
+LOCKS: dict[Path, int] = {}
+
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first: full ones are files, sharded ones are folders."""
-    paths = (run_dir / "checkpoints").glob("step-*")
+    """Return the checkpoints of a run, oldest first: full ones are files, sharded ones are folders.
+
+    Rejects a file in place of their folder, which would be taken for a fresh start.
+    """
+    folder = run_dir / "checkpoints"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; move it away, or give another run.dir")
+    paths = folder.glob("step-*")
     return sorted(path for path in paths if re.fullmatch(r"step-\d+\.(pt|dcp)", path.name))
 
 
@@ -64,9 +75,9 @@ def lock(run_dir: Path, patience: float = 10.0) -> None:
     """Keep other runs out of ``run_dir`` as long as this process lives; rejects it if another run holds the lock.
 
     A POSIX record lock is released when its process ends in any way, and no child inherits it. A killed run needs a
-    moment to end, so wait up to ``patience`` seconds for it.
+    moment to end, so wait up to ``patience`` seconds for it. Some network filesystems have no locks.
     """
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = LOCKS[run_dir] = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -77,3 +88,17 @@ def lock(run_dir: Path, patience: float = 10.0) -> None:
                 os.close(descriptor)
                 raise UserError(f"{run_dir} is in use by another run; wait for it, or give another run.dir") from None
             time.sleep(0.2)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            warning = "its filesystem has no locks, so nothing but you keeps a second run out of it"
+            print(f"warning: {run_dir} is not locked ({error.strerror}): {warning}", file=sys.stderr)
+            return
+
+
+def check_run_directory(run_dir: Path) -> None:
+    """Reject a run directory that was deleted or replaced since this process locked it: a save would be lost with it."""
+    if run_dir in LOCKS:
+        path = run_dir / ".lock"
+        if not path.exists() or path.stat().st_ino != os.fstat(LOCKS[run_dir]).st_ino:
+            raise UserError(f"{run_dir} was deleted or replaced during the run, which cannot be saved there any more")
