@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
 def check(config: Config, world_size: int, trains: bool) -> None:
     """Reject settings that cannot work on ``world_size`` ranks; ``trains`` is False if the model is only evaluated."""
-    launch.check_values(config)
+    launch.check_values(vars(config), may_be_empty=() if trains else ["run.dir"])
     config.check()
     launch.check_layout(config.parallel, config.model, config.train, world_size)
     if trains:
@@ -116,7 +116,6 @@ def preflight(argv: Sequence[str]) -> None:
     """
     command, settings, paths = launch.parse(argv, COMMANDS)
     try:
-        launch.check_variables()
         if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
             raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
         if command == "convert":

@@ -73,9 +73,8 @@ def count_steps(
 ) -> tuple[int, int | None]:
     """Return the steps that the schedule is planned for, and the steps to take; None if only the stream knows its end.
 
-    ``others`` is how many more steps than that an epoch had before the global batch was changed, over all epochs.
-
-    Rejects a stream without a length if no setting says how long the schedule is.
+    ``others`` are additional steps of earlier epochs, which had another global batch. Rejects a stream without a length
+    if no setting says how long the schedule is.
     """
     if steps_per_epoch is not None:
         planned_steps = train.epochs * steps_per_epoch + others

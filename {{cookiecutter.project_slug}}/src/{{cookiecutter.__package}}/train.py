@@ -74,7 +74,6 @@ class Trainer:
         config, progress = self.config, self.checkpointer.restore(candidates)
         self.progress, self.first_step, self.saved_step = progress, progress.step, progress.step
         if (steps := self.sampler.steps_per_epoch) is not None:
-            # Earlier epochs had another number of steps if the global batch was changed after them.
             others = progress.step - progress.epoch * steps - progress.samples // config.data.global_batch_size
             planned_steps, self.total_steps = count_steps(steps, config.train, config.optim, others)
             self.scheduler.end_at(planned_steps)

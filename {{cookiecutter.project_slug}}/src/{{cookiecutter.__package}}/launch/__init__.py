@@ -26,4 +26,4 @@ from .run_directory import (
     list_checkpoints,
     lock,
 )
-from .values import check_values, check_variables
+from .values import check_values

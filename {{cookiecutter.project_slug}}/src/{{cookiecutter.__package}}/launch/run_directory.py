@@ -97,7 +97,7 @@ def lock(run_dir: Path, patience: float = 10.0) -> None:
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """Reject a run directory that was deleted or replaced since this process locked it: a save would be lost with it."""
+    """Reject a run directory that was deleted or replaced since it was locked: a save would be lost with it."""
     if run_dir in LOCKS:
         path = run_dir / ".lock"
         if not path.exists() or path.stat().st_ino != os.fstat(LOCKS[run_dir]).st_ino:
