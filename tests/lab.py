@@ -51,7 +51,7 @@ class Lab:
     def parse(self, *words: str) -> Any:
         train = {"train": self.module("__main__").COMMANDS["train"]}  # A parser of all commands takes long to build.
         parsed = self.module("launch").parse(["train", *BASE[self.task].split(), *words], train)[1]
-        return self.module("config").from_dict(parsed)
+        return self.module("config").Config(**parsed)
 
     def new_folder(self) -> Path:
         """Return a folder that does not exist yet, the same on all ranks."""

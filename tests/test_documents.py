@@ -175,9 +175,9 @@ DEVICES = {"default.yaml": (0, 1, 2, 4), "one_gpu.yaml": (1,), "eight_gpus.yaml"
 CHECK = """
 import sys
 from my_experiment.__main__ import COMMANDS, check
-from my_experiment.config import from_dict
+from my_experiment.config import Config
 from my_experiment.launch import parse
-config = from_dict(parse(["train", "--config", sys.argv[1]], COMMANDS)[1])
+config = Config(**parse(["train", "--config", sys.argv[1]], COMMANDS)[1])
 for devices in sys.argv[2:]:
     check(config, config.parallel.default_nproc(int(devices)), trains=True)
 """

@@ -100,7 +100,7 @@ def has_reached(step: int, run: Path) -> bool:
 def settings(*words: str) -> Any:
     """Return the settings of such a command line."""
     parsed = module("launch").parse(["train", *SMALL, *words], module("__main__").COMMANDS)[1]
-    return module("config").from_dict(parsed)
+    return module("config").Config(**parsed)
 
 
 def global_batches(config: Any) -> tuple[int | None, Iterator[Any]]:

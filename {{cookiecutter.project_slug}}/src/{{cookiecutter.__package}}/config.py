@@ -4,9 +4,8 @@ This module imports neither PyTorch nor the rest of the package: wrong settings 
 """
 
 #:: include "task/" ~ cookiecutter.task ~ "/config_imports.py" ignore missing ::#
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Literal, get_type_hints
 
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -188,18 +187,3 @@ class Config:
 def sections() -> dict[str, type]:
     """Return the class of each section of ``Config``, by name."""
     return get_type_hints(Config)
-
-
-def from_dict(settings: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Build settings from nested dictionaries, such as those that ``dataclasses.asdict`` returns."""
-
-    def to_builtin(value: Any) -> Any:
-        # The parser's numbers are subclasses that check bounds; a checkpoint holds only built-in types.
-        if isinstance(value, list | tuple):
-            return type(value)(map(to_builtin, value))
-        number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
-        return value if number is None else number(value)
-
-    return Config(
-        **{name: kind(**{k: to_builtin(v) for k, v in settings[name].items()}) for name, kind in sections().items()}
-    )

@@ -36,10 +36,7 @@ def group_parameters(module: nn.Module, config: OptimConfig) -> list[dict[str, A
 
 
 class Schedule(LambdaLR):
-    """A linear warm-up to the peak, followed by half a cosine down to ``min_lr_ratio`` of it at the last planned step.
-
-    A checkpoint holds only its position: after a resume, the rate follows the settings given then.
-    """
+    """A linear warm-up, then half a cosine; a checkpoint holds only its position, so that changed settings act."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimConfig, planned_steps: int) -> None:
         self.config, self.end = config, config.decay_steps or planned_steps
