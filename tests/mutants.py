@@ -275,7 +275,7 @@ TEMPLATE = {
         "cookiecutter.json", '"torch", ', "", "test_answers.py::test_no_slug_is_the_name"
     ),
     "a slug may lead out of the folder": Mutant(
-        "hooks/pre_gen_project.py", "([-_][", "([-_./][", "test_answers.py::an_answer_that_cannot_work"
+        "hooks/pre_gen_project.py", "([-_][", "([-_./][", "test_answers.py::an_answer_that_cannot_work and letters"
     ),
     "make demo expands a dollar sign": Mutant(
         "Makefile", "$(value $(q))", "$($(q))", "test_answers.py::make_demo_passes"

@@ -37,7 +37,7 @@ def run_tests(folder: Path, mutants: Iterable[Mutant]) -> subprocess.CompletedPr
     selection = " or ".join(f"({words})" for _, words in tests)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "-p", "no:cacheprovider", *files, "-k", selection]
     # The summary shortens its lines to the width of the terminal.
-    environment = os.environ | {"COLUMNS": "2000"}
+    environment = os.environ | {"COLUMNS": "300"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
 
 
