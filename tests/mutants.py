@@ -55,24 +55,24 @@ PROJECT = {
     # The optimizer
     "biases decay": Mutant(SRC + "optim.py", '{"weight_decay": 0.0}]', "decay]", SPLIT),
     "nothing decays": Mutant(SRC + "optim.py", '{"weight_decay": config.weight_decay}', '{"weight_decay": 0.0}', SPLIT),
-    "no warm-up": Mutant(SRC + "optim.py", "if step < config.warmup_steps:", "if False:", SPLIT),
+    "no warm-up": Mutant(SRC + "optim.py", "if step < warmup:", "if False:", SPLIT),
     "the rate decays to zero": Mutant(
         SRC + "optim.py",
-        "return config.min_lr_ratio + (1 - config.min_lr_ratio) *",
+        "return least + (1 - least) *",
         "return",
         SPLIT,
     ),
     "optim.decay_steps is ignored": Mutant(
         SRC + "optim.py",
-        "end = config.decay_steps or planned_steps",
-        "end = planned_steps",
+        "config, config.decay_steps or planned_steps",
+        "config, planned_steps",
         SPLIT,
     ),
     "optim.betas is ignored": Mutant(SRC + "optim.py", "betas=config.betas, ", "", SPLIT),
     "optim.eps is ignored": Mutant(SRC + "optim.py", "eps=config.eps, ", "eps=1e-3, ", SPLIT),
     # The data
     "every epoch has the first one's order": Mutant(
-        SRC + "train.py", "set_epoch(progress.epoch, start", "set_epoch(0, start", SPLIT
+        SRC + "train.py", "set_epoch(epoch, start", "set_epoch(0, start", SPLIT
     ),
     "run.seed does not order the data": Mutant(
         SRC + "data.py", "manual_seed(self.seed + self.epoch)", "manual_seed(self.epoch)", SPLIT
@@ -105,7 +105,7 @@ PROJECT = {
         SRC + "splitting/seeding.py", "*keys[0], COLLATE)", "*keys[0])", "test_data.py::what_a_batch_draws"
     ),
     "a stream repeats after a resume": Mutant(
-        SRC + "splitting/streams.py", "len(sizes) + number", "number", "test_data.py::a_stream_is_the_same"
+        SRC + "splitting/streams.py", "done + number, None", "number, None", "test_data.py::a_stream_is_the_same"
     ),
     "shards repeat after a resume": Mutant(
         SRC + "splitting/streams.py", "len(range(turn, done, count))", "0", "test_data.py::splits_itself"
@@ -197,7 +197,7 @@ PROJECT = {
         "    for optimizer in ():\n        # This",
         RESUME,
     ),
-    "records of lost steps stay": Mutant(SRC + "reporting/metrics.py", 'if record["step"] <= step]', "]", RESUME),
+    "records of lost steps stay": Mutant(SRC + "reporting/metrics.py", 'if record["step"] <= step)', ")", RESUME),
     "a stop needs a signal on every rank": Mutant(
         SRC + "runtime/stop_signal.py", "dist.ReduceOp.MAX", "dist.ReduceOp.MIN", RESUME
     ),
