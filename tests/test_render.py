@@ -15,7 +15,7 @@ from conftest import CHOICES, CONTEXT, TEMPLATE, Bake, read_tree, run
 from cookiecutter.main import cookiecutter
 from prose import Document
 from rendering import Rendering, alike, covering, different, read, write
-from traces import EVERYWHERE, IN_PROSE, RULED_OUT, find_traces, words
+from traces import EVERYWHERE, IN_PROSE, RULED_OUT, find_traces, is_searched, words
 
 BIN = Path(sys.executable).parent
 PACKAGE = "src/my_experiment"
@@ -144,12 +144,13 @@ def test_a_project_has_no_traces_of_the_template_or_of_other_choices(rendering: 
 
 
 def test_each_trace_is_left_by_its_own_choice(rendering: Rendering) -> None:
-    """A pattern that matches nothing would find nothing elsewhere either."""
+    """Each alternative of a pattern: one that matches nothing here would find nothing elsewhere either."""
     for table, wanted in ((EVERYWHERE, True), (IN_PROSE, True), (RULED_OUT, False)):
         for (question, value), trace in table.items():
-            project = next(p for p in rendering.projects if (p.answers[question] == value) == wanted)
-            texts = [file.text for file in project.files.values() if not file.path.endswith(".npz")]
-            assert any(words(trace, text) for text in texts), trace
+            searched = [file for file in rendering.texts() if is_searched(file.path, table, question)]
+            owned = [f for f in searched if any((p.answers[question] == value) == wanted for p in rendering.owners[f])]
+            for word in trace.split("|"):
+                assert any(words(word, file.text) for file in owned), word
 
 
 def test_every_choice_changes_the_project(rendering: Rendering) -> None:
