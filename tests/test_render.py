@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import RULES
 from conftest import CHOICES, CONTEXT, TEMPLATE, Bake, read_tree, run
 from cookiecutter.main import cookiecutter
+from documents import commands, covering_answers, spans
 from prose import Document
 from rendering import Rendering, alike, covering, different, read, write
 from traces import EVERYWHERE, IN_PROSE, RULED_OUT, find_traces, is_searched, words
@@ -151,6 +153,18 @@ def test_each_trace_is_left_by_its_own_choice(rendering: Rendering) -> None:
             owned = [f for f in searched if any((p.answers[question] == value) == wanted for p in rendering.owners[f])]
             for word in trace.split("|"):
                 assert any(words(word, file.text) for file in owned), word
+
+
+def test_the_projects_of_the_tests_of_documents_show_everything(rendering: Rendering) -> None:
+    """Each line, name and command that the documents of any project have; tests/test_documents.py sees no others."""
+    chosen, shown, everything = [*covering_answers()], set(), set()
+    for file, owners in rendering.owners.items():
+        if file.path in ("README.md", "Makefile") or file.path.startswith("docs/"):
+            parts = {*file.text.splitlines(), *spans(file.text), *commands(file.text, set(RULES))}
+            everything |= parts
+            shown |= parts if any(project.answers in chosen for project in owners) else set()
+    assert everything - shown == set(), "let covering_answers in tests/documents.py draw others"
+    assert len(everything) > 1500
 
 
 def test_every_choice_changes_the_project(rendering: Rendering) -> None:
