@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import RULES, Command, made_run
 from conftest import CHOICES, TEMPLATE, Bake, run
 from cookiecutter.main import cookiecutter
-from documents import anchors, commands, documents, fences, is_command, links, program_of, sections, spans, tables
+from documents import (
+    anchors,
+    commands,
+    covering_answers,
+    documents,
+    fences,
+    is_command,
+    links,
+    program_of,
+    sections,
+    spans,
+    tables,
+)
 from names import Names
 from recipes import SENTENCE, apply
 from runs import task_of
@@ -43,18 +51,9 @@ ELSEWHERE = {
 }
 
 
-def covering_answers() -> Iterator[dict[str, Any]]:
-    """Yield every strategy, task and cluster together; the other answers are drawn, the same ones each time."""
-    draw = random.Random(0)
-    questions = ("parallelism", "task", "cluster")
-    for values in itertools.product(*(CHOICES[name] for name in questions)):
-        others = {name: draw.choice(CHOICES[name]) for name in CHOICES if name not in questions}
-        yield others | dict(zip(questions, values, strict=True))
-
-
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Projects that together show all documents."""
+    """Projects that together show all that is in documents, as tests/test_render.py verifies."""
     paths = []
     for answers in covering_answers():
         output = str(tmp_path_factory.mktemp("project"))
