@@ -4,23 +4,62 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from conftest import run
 
 SHORT = "--train.max_steps 6 --train.log_every 1 --distributed.device cpu".split()
+# After SHORT: a run that lasts until it is ended.
+ENDLESS = "--train.max_steps 1000000 --train.epochs 100000".split()
 # For the language task: a short text, and a small model with as many blocks as the model of the digits task.
 SMALL_LANGUAGE = (
     "--dataset.max_bytes 43000 --dataset.test_bytes 20000 --data.global_batch_size 32 --train.epochs 20 "
     "--model.width 32 --model.layers 6 --model.heads 4 --model.context 32"
 ).split()
+
+
+@contextmanager
+def started(
+    *words: str | Path, cwd: Path, log: Path | None = None, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a command, with its output in ``log`` or in pipes, and kill what is left of it after the ``with`` block.
+
+    So a test has to see within the block that processes end by themselves. All of them have the variable MARK.
+    """
+    environment.setdefault("MARK", uuid4().hex)
+    with ExitStack() as stack:
+        output = stack.enter_context(log.open("w")) if log else subprocess.PIPE
+        process = subprocess.Popen(
+            [str(word) for word in words],
+            cwd=cwd,
+            env=os.environ | {"PYTHON": sys.executable} | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT if log else subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        stack.enter_context(process)
+        stack.callback(kill_all, process, environment["MARK"])
+        yield process
+
+
+def kill_all(process: subprocess.Popen[str], mark: str) -> None:
+    """Kill a process, its group, and what it started in other groups, as torchrun does."""
+    if process.returncode is None:  # Otherwise its number may belong to another process by now.
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in find_marked_processes(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def task_of(project: Path) -> str:
@@ -51,18 +90,20 @@ def world_size(parallelism: str, wanted: int = 2) -> int:
 
 def kill_after(step: int, project: Path, folder: Path, *words: str | Path, nproc: int = 2) -> None:
     """Start a run, kill its launcher after a step, and wait until the ranks have ended as well."""
-    mark, metrics = f"MARK={folder}", folder / "metrics.jsonl"
-    with subprocess.Popen(
-        [project / "scripts/launch.sh", *small(project, "train", *words, "--run.dir", folder)],
-        env=os.environ | {"NPROC": str(nproc), "PYTHON": sys.executable, "MARK": str(folder)},
-        cwd=project,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as launcher:
-        reached = f'"step": {step},'
-        wait_until(lambda: metrics.exists() and reached in metrics.read_text(), f"step {step} is logged", 120)
+    mark, log = str(folder), folder.with_suffix(".log")
+    command = (project / "scripts/launch.sh", *small(project, "train", *words, "--run.dir", folder))
+    with started(*command, cwd=project, log=log, NPROC=str(nproc), MARK=mark) as launcher:
+        wait_for_step(step, folder, launcher, log)
         launcher.kill()
-    wait_until(lambda: not find_marked_processes(mark), "the ranks end", 30)
+        wait_until(lambda: not find_marked_processes(mark), "the ranks end", 30)
+
+
+def wait_for_step(step: int, folder: Path, launcher: subprocess.Popen[str], log: Path) -> None:
+    """Wait until a run has logged a step; show its log if the launcher ends before, or after two minutes."""
+    deadline = time.monotonic() + 120
+    while last_step(folder) < step:
+        assert launcher.poll() is None and time.monotonic() < deadline, f"no step {step}:\n{log.read_text()}"
+        time.sleep(0.005)  # A step of a small model takes some milliseconds.
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -72,8 +113,15 @@ def checkpoints(folder: Path) -> list[str]:
 
 def records(folder: Path, event: str) -> list[dict[str, Any]]:
     """Return the records of one event in a run's metrics.jsonl."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in lines if record["event"] == event]
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    complete = [json.loads(line) for line in lines if line.endswith("\n")]  # The run may be writing the last one.
+    return [record for record in complete if record["event"] == event]
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step that a run has logged, or 0."""
+    logged = records(folder, "train") if (folder / "metrics.jsonl").exists() else []
+    return logged[-1]["step"] if logged else 0
 
 
 def losses(folder: Path) -> list[float]:
@@ -123,8 +171,8 @@ def processes(wanted: Callable[[bytes, bytes], bool]) -> list[int]:
 
 
 def find_marked_processes(mark: str) -> list[int]:
-    """Return the ids of the processes with ``mark`` in their environment, which child processes inherit."""
-    return processes(lambda environment, _: mark.encode() in environment)
+    """Return the ids of the processes whose variable MARK has this value, which child processes inherit."""
+    return processes(lambda environment, _: f"MARK={mark}".encode() in environment.split(b"\0"))
 
 
 def wait_until(condition: Callable[[], object], description: str, seconds: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 from conftest import Bake, run
 from dap import Session, line_of
-from runs import SHORT, launch, losses
+from runs import SHORT, launch, losses, started
 
 pytestmark = pytest.mark.slow
 
@@ -59,16 +58,11 @@ def wait_for_text(path: Path, text: str) -> None:
 @contextmanager
 def start_launcher(project: Path, output: Path, port: int, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
     """Start two ranks with the shipped launcher, yield it when rank 1 waits for a debugger, and kill it at the end."""
-    environment = {"PYTHON": sys.executable, "NPROC": "2", "DEBUG_RANK": "1", "DEBUG_PORT": str(port)}
-    with output.open("w") as file:
-        command = (project / "scripts/launch.sh", "train", *arguments)
-        launcher = subprocess.Popen(command, cwd=project, env=os.environ | environment, stdout=file, stderr=file)
-        try:
-            wait_for_text(output, f"rank 1 waits for a debugger at 127.0.0.1:{port}\n")
-            yield launcher
-        finally:
-            launcher.kill()
-            launcher.wait()
+    environment = {"NPROC": "2", "DEBUG_RANK": "1", "DEBUG_PORT": str(port)}
+    command = (project / "scripts/launch.sh", "train", *arguments)
+    with started(*command, cwd=project, log=output, **environment) as launcher:
+        wait_for_text(output, f"rank 1 waits for a debugger at 127.0.0.1:{port}\n")
+        yield launcher
 
 
 # At the second breakpoint, a thread of the other rank waits in the process group of sharded checkpoints.
@@ -206,13 +200,9 @@ def start_adapter(folder: Path) -> Iterator[int]:
     """Start debugpy's adapter, as VS Code does for a session, yield its port, and kill it at the end."""
     endpoints = folder / "endpoints.json"
     command = [sys.executable, "-m", "debugpy.adapter", "--host", "127.0.0.1", "--port", "0"]
-    process = subprocess.Popen(command, env=os.environ | {"DEBUGPY_ADAPTER_ENDPOINTS": str(endpoints)})
-    try:
+    with started(*command, cwd=folder, log=folder / "adapter.log", DEBUGPY_ADAPTER_ENDPOINTS=str(endpoints)):
         wait_for_text(endpoints, "}}")
         yield json.loads(endpoints.read_text())["client"]["port"]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def debug_process(port: int, settings: dict[str, Any], file: Path, point: dict[str, Any], stops: Queue[Stop]) -> None:

@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Bake, run
 from machines import Machines, start_on_both
-from runs import launch
+from runs import launch, started
 
 pytestmark = pytest.mark.slow
 
@@ -154,12 +154,10 @@ def test_a_low_limit_of_open_files_fails_its_row(plain: Path, tmp_path: Path) ->
 
 
 def test_a_run_directory_locked_by_another_run_fails_the_run_dir_row(plain: Path, tmp_path: Path) -> None:
-    lock = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
-    command = [sys.executable, "-c", lock, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    lock = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); "
+    with started(sys.executable, "-c", lock + "time.sleep(1000)", tmp_path / ".lock", cwd=tmp_path) as other:
         assert other.stdout and other.stdout.readline()
         assert failed_rows(run_doctor(plain, "--run.dir", tmp_path)) == {"run.dir"}
-        other.communicate(b"\n")
 
 
 @needs_namespaces
@@ -196,17 +194,13 @@ def test_an_unresolvable_host_name_only_warns_on_a_single_machine(plain: Path, t
 def run_two_ranks(projects: list[Path], commands: list[list[str | Path]], folder: Path) -> list[tuple[int, str]]:
     """Start two ranks without a launcher, wait for them, and return their exit codes and outputs."""
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, "--run.dir", str(folder)],
-            cwd=project,
-            env=os.environ | environment | {"RANK": str(rank), "PYTHONPATH": "src"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, (project, command) in enumerate(zip(projects, commands, strict=True))
-    ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    environment["PYTHONPATH"] = "src"
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(*command, "--run.dir", folder, cwd=project, RANK=str(rank), **environment))
+            for rank, (project, command) in enumerate(zip(projects, commands, strict=True))
+        ]
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -113,8 +112,7 @@ def test_make_demo_trains_and_evaluates_a_project(tmp_path: Path) -> None:
     (tmp_path / ".venv").symlink_to(environment)
     (environment / "installed").touch()
     words = ["make", "demo", "launcher=spawn", 'project_name=It\'s "mine" & $HOME']
-    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
+    result = run(*words, cwd=tmp_path)
     accuracy = float(re.search(r"test accuracy ([\d.]+) on all 360 samples", result.stdout)[1])
     assert accuracy >= 0.97
     assert "first step done" in result.stdout

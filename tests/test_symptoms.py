@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +12,19 @@ from pathlib import Path
 
 import pytest
 from conftest import Bake, run
-from runs import SHORT, alone, find_marked_processes, launch, losses, plant, records, wait_until
+from runs import (
+    ENDLESS,
+    SHORT,
+    alone,
+    find_marked_processes,
+    launch,
+    losses,
+    plant,
+    records,
+    started,
+    wait_for_step,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,18 +51,12 @@ def quoted_symptoms(project: Path) -> set[str]:
 
 def launch_failing_run(project: Path, *arguments: str | Path, nproc: int = 2, **environment: str) -> str:
     """Launch a run that must fail, check that it leaves no process behind, and return its output."""
-    mark = f"MARK={project}"
-    result = subprocess.run(
-        [project / "scripts/launch.sh", *arguments],
-        cwd=project,
-        env=os.environ | {"PYTHON": sys.executable, "NPROC": str(nproc), "MARK": str(project)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode not in (0, 124), result.stdout
-    assert find_marked_processes(mark) == []
-    return result.stdout + result.stderr
+    mark, command = str(project), (project / "scripts/launch.sh", *arguments)
+    with started(*command, cwd=project, NPROC=str(nproc), MARK=mark, **environment) as launcher:
+        stdout, stderr = launcher.communicate(timeout=300)
+        assert launcher.returncode not in (0, 124), stdout
+        assert find_marked_processes(mark) == []
+    return stdout + stderr
 
 
 def train_with_fault(project: Path, fault: str, nproc: int) -> str:
@@ -276,44 +280,26 @@ def test_pgrep_lists_a_run_until_its_launcher_is_killed(bake: Bake, symptom: str
     project = bake(launcher=launcher)
     pgrep = next(iter(re.findall(r"`(pgrep [^`]+)`", (project / "README.md").read_text())))
     (project / ".venv").symlink_to(Path(shutil.which("pytest", path=str(Path(sys.executable).parent)) or "").parents[1])
-    arguments = ["train", *SHORT, "--train.max_steps", "1000000", "--train.epochs", "100000", "--run.dir", "run"]
-    environment = os.environ | {"NPROC": "2"}
-    launcher_process = subprocess.Popen(
-        [project / "scripts/launch.sh", *arguments, "--data.num_workers", "1"],
-        cwd=project,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments = ("train", *SHORT, *ENDLESS, "--data.num_workers", "1", "--run.dir", "run")
+    folder, log = project / "run", project / "log"
 
     def list_pids() -> list[int]:
         """Return the ids of this project's processes that the README's command lists."""
         lines = subprocess.run(pgrep.split(), capture_output=True, text=True).stdout.splitlines()
         return [int(line.split()[0]) for line in lines if str(project) in line]
 
-    try:
-        folder = project / "run"
-        wait_until(lambda: (folder / "metrics.jsonl").exists() and records(folder, "train"), "training started", 120)
+    # Without PYTHON, the launcher takes the project's environment, whose path is on each command line.
+    with started(project / "scripts/launch.sh", *arguments, cwd=project, log=log, NPROC="2", PYTHON="") as launcher:
+        wait_for_step(1, folder, launcher, log)
         # The launcher, two ranks, and a loader process per rank.
-        assert launcher_process.pid in list_pids() and len(list_pids()) >= 5
-        second = subprocess.run(
-            [project / ".venv/bin/python", "-m", "my_experiment", *arguments],
-            cwd=project,
-            env=environment | {"PYTHONPATH": "src"},
-            capture_output=True,
-            text=True,
-            timeout=300,
+        assert launcher.pid in list_pids() and len(list_pids()) >= 5
+        second = run(
+            *(project / ".venv/bin/python", "-m", "my_experiment", *arguments), cwd=project, PYTHONPATH="src", expect=2
         )
-        assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
+        assert second.stderr.count("\n") == 1, second.stderr
         assert symptom in second.stderr and symptom in quoted_symptoms(project)
-    finally:
-        launcher_process.send_signal(signal.SIGKILL)
-        launcher_process.wait()
-    try:
+        launcher.kill()
         wait_until(lambda: list_pids() == [], "no process is left", 120)
-    finally:  # Leave no process behind if the test fails.
-        for pid in list_pids():
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_every_quoted_symptom_is_reproduced(baked: Bake) -> None:

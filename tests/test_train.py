@@ -6,11 +6,8 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +18,23 @@ import pytest
 import torch
 import yaml
 from conftest import CHOICES, Bake
-from runs import SHORT, alone, checkpoints, launch, losses, plant, processes, records, task_of, wait_until, weights
+from runs import (
+    ENDLESS,
+    SHORT,
+    alone,
+    checkpoints,
+    find_marked_processes,
+    launch,
+    losses,
+    plant,
+    processes,
+    records,
+    started,
+    task_of,
+    wait_for_step,
+    wait_until,
+    weights,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -202,28 +215,6 @@ def test_init_method_sets_the_rendezvous(plain: Path, tmp_path: Path, method: st
     assert len(records(tmp_path / "run", "train")) == 6
 
 
-def start_training(project: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a run in the background, wait for its first logged step, and return its launcher."""
-    launcher = subprocess.Popen(
-        [project / "scripts/launch.sh", "train", "--train.log_every", "1", "--run.dir", folder, *arguments],
-        cwd=project,
-        env=os.environ | {"PYTHON": sys.executable, "NPROC": "2"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or not records(folder, "train"):
-        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[0]
-        time.sleep(0.05)
-    return launcher
-
-
-def find_ranks(folder: Path) -> list[int]:
-    """Return the process ids of the ranks whose run directory is ``folder``."""
-    return processes(lambda environment, command: b"\0LOCAL_RANK=" in environment and str(folder).encode() in command)
-
-
 def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
     """The timeout also applies to the process groups of a device mesh, which contain only some of the ranks."""
     broken = bake(parallelism="tensor")
@@ -237,12 +228,14 @@ def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
 def test_a_run_directory_in_use_is_rejected(plain: Path, tmp_path: Path) -> None:
-    launcher = start_training(plain, tmp_path / "run", "--train.epochs", "1000", "--distributed.device", "cpu")
-    second = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", expect=2)
-    assert "in use by another run" in second.stderr and second.stderr.count("\n") == 1
-    launcher.kill()
-    launcher.communicate()
-    wait_until(lambda: not find_ranks(tmp_path / "run"), "the ranks end with their launcher", 10)
+    folder, log, mark = tmp_path / "run", tmp_path / "log", str(tmp_path)
+    command = ("scripts/launch.sh", "train", *SHORT, *ENDLESS, "--run.dir", folder)
+    with started(*command, cwd=plain, log=log, NPROC="2", MARK=mark) as launcher:
+        wait_for_step(1, folder, launcher, log)
+        second = alone(plain, "train", *SHORT, "--run.dir", folder, expect=2)
+        assert "in use by another run" in second.stderr and second.stderr.count("\n") == 1
+        launcher.kill()
+        wait_until(lambda: not find_marked_processes(mark), "the ranks end with their launcher", 10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
@@ -250,24 +243,13 @@ def test_loader_processes_end_with_their_rank_even_while_starting(plain: Path, t
     def loaders() -> list[int]:
         return processes(lambda environment, command: mark.encode() in environment and b"spawn_main" in command)
 
-    mark = f"MARK={tmp_path}"
-    launcher = subprocess.Popen(
-        [plain / "scripts/launch.sh", "train", "--data.num_workers", "1", "--run.dir", tmp_path / "run"],
-        cwd=plain,
-        env=os.environ | {"PYTHON": sys.executable, "NPROC": "2", "MARK": str(tmp_path)},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    mark, log = str(tmp_path), tmp_path / "log"
+    command = ("scripts/launch.sh", "train", "--data.num_workers", "1", "--run.dir", tmp_path / "run")
+    with started(*command, cwd=plain, log=log, NPROC="2", MARK=mark) as launcher:
         wait_until(lambda: loaders() or launcher.poll() is not None, "loader processes start", 120)
-        assert launcher.poll() is None
-    finally:
+        assert launcher.poll() is None, log.read_text()
         launcher.kill()
-        launcher.wait()
-    try:
         wait_until(lambda: not loaders(), "the loader processes end with their rank", 30)
-    finally:
-        for process in loaders():
-            os.kill(process, signal.SIGKILL)
 
 
 def test_a_failed_rank_under_spawn_reports_its_exception(bake: Bake, tmp_path: Path) -> None:
