@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,9 +99,19 @@ def kill_after(step: int, project: Path, folder: Path, *words: str | Path, nproc
         wait_until(lambda: not find_marked_processes(mark), "the ranks end", 30)
 
 
+def resume(project: Path, folder: Path, *words: str | Path, nproc: int = 2) -> int:
+    """Finish a run that was killed; return the step from which it was resumed, which is within what was killed."""
+    killed = last_step(folder)
+    output = launch(project, "train", *words, "--run.dir", folder, nproc=nproc).stdout
+    resumed = re.search(r": step (\d+) of ", output)
+    assert resumed is not None, output
+    assert 0 < int(resumed[1]) <= killed < last_step(folder), f"killed after step {killed}\n{output}"
+    return int(resumed[1])
+
+
 def wait_for_step(step: int, folder: Path, launcher: subprocess.Popen[str], log: Path) -> None:
-    """Wait until a run has logged a step; show its log if the launcher ends before, or after two minutes."""
-    deadline = time.monotonic() + 120
+    """Wait until a run has logged a step; show its log if the launcher ends before, or after four minutes."""
+    deadline = time.monotonic() + 240
     while last_step(folder) < step:
         assert launcher.poll() is None and time.monotonic() < deadline, f"no step {step}:\n{log.read_text()}"
         time.sleep(0.005)  # A step of a small model takes some milliseconds.
