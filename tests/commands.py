@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from conftest import TEMPLATE, check_answers, run
 from documents import SUBCOMMANDS
-from runs import SMALL_LANGUAGE, task_of, wait_until
+from runs import SMALL_LANGUAGE, started, task_of, wait_until
 from slurm import Slurm, free_ports
 
 BIN = Path(sys.executable).parent
@@ -174,9 +174,14 @@ def without_server(command: Command) -> None:
         preflight(command)
 
 
-def until_timeout(command: Command, seconds: int = 8) -> None:
-    """Run a program that does not end by itself; one that rejects its arguments ends at once."""
-    command.run(f"timeout {seconds} {command.text}", expect=124)
+def serve(command: Command) -> None:
+    """Start a server, at a free port, and wait until it prints its address; one that rejects its arguments ends."""
+    words = [*shlex.split(command.text.replace(".venv/bin/", f"{BIN}/")), "--port", "0"]
+    with TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with started(*words, cwd=command.project, log=log) as server:
+            wait_until(lambda: " at http://" in log.read_text() or server.poll() is not None, "it has an address", 240)
+            assert server.poll() is None, log.read_text()
 
 
 def add_option(option: str, expect: int = 0) -> Callable[[Command], None]:
@@ -262,7 +267,7 @@ RULES = {
     "make": Rule("check", make),
     "cruft": Rule("check", parse_options),
     "pip": Rule("check", parse_pip),
-    "tensorboard": Rule("check", until_timeout),
+    "tensorboard": Rule("check", serve),
     "ssh": Rule("check", add_option("-G")),
     "mount": Rule("check", add_option("--fake")),
     **dict.fromkeys(("docker", "kubectl"), Rule("check", without_server)),
