@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 from conftest import TEMPLATE, check_answers, run
 from documents import SUBCOMMANDS
-from runs import SMALL_LANGUAGE, started, task_of, wait_until
-from slurm import Slurm, free_ports
+from runs import SMALL_LANGUAGE, free_port, started, task_of, wait_until
+from slurm import Slurm
 
 BIN = Path(sys.executable).parent
 INSTALLED = f"{BIN}:{os.environ['PATH']}"  # A reader has cookiecutter and cruft on the path.
@@ -100,8 +100,7 @@ def run_both_machines(command: Command) -> None:
     """Run the command of the first machine, and that of the second, on this one."""
     texts = [command.text.replace("NODE_RANK=0", f"NODE_RANK={rank}") for rank in (0, 1)]
     first, second = (text.replace("HOST", "127.0.0.1") + f" {shlex.join(small_settings(command))}" for text in texts)
-    (port,) = free_ports(1)
-    command.run(f"({second}) & {first} && wait $!", PORT=str(port), NPROC="1", GLOO_SOCKET_IFNAME="lo")
+    command.run(f"({second}) & {first} && wait $!", PORT=str(free_port()), NPROC="1", GLOO_SOCKET_IFNAME="lo")
 
 
 def run_under_mpi(command: Command) -> None:

@@ -29,7 +29,7 @@ pytest_plugins = ["skips"]
 # Each test of these files has its own runs.
 INDEPENDENT = ("test_effects.py", "test_matrix.py", "test_mutants.py", "test_project.py", "test_recipes.py")
 # The slow files that belong to `make test`, which takes at most ten minutes; the others wait for `make test-long`.
-TEN_MINUTES = ("test_matrix.py", "test_refusals.py")
+TEN_MINUTES = ("test_matrix.py",)
 # The slowest files start first; otherwise one worker would still run them when the others have finished.
 SLOWEST = (
     *("test_strategies.py", "test_documents.py", "test_project.py", "test_train.py", "test_symptoms.py"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import pytest
 import torch
 from conftest import run
 
+# How much a split may change a result, relative to it: what different rounding does, and some more.
+TOLERANCE = 1e-5
 SHORT = "--train.max_steps 6 --train.log_every 1 --distributed.device cpu".split()
 # After SHORT: a run that lasts until it is ended.
 ENDLESS = "--train.max_steps 1000000 --train.epochs 100000".split()
@@ -150,6 +154,28 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(newest_checkpoint(folder), weights_only=True)["model"]
 
 
+def assert_close(actual: Path, expected: Path) -> None:
+    """Assert that two runs have the same losses and weights, to rounding."""
+    assert losses(actual) == pytest.approx(losses(expected), rel=TOLERANCE)
+    assert_close_weights(weights(actual), weights(expected))
+
+
+def assert_close_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Assert that tensors have the same names, shapes and types, and differ by no more than rounding."""
+    assert {name: (t.shape, t.dtype) for name, t in ours.items()} == {
+        name: (t.shape, t.dtype) for name, t in theirs.items()
+    }
+    for name, tensor in ours.items():
+        assert (tensor - theirs[name]).norm() <= TOLERANCE * theirs[name].norm(), name
+
+
+def assert_same_weights(actual: Path, expected: Path) -> None:
+    """Assert that two runs end with bitwise the same weights."""
+    ours, theirs = weights(actual), weights(expected)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def plant(project: Path, name: str, line: str, fault: str) -> None:
     """Insert ``fault`` before a line of a file of the package, with the same indentation."""
     indent = line[: len(line) - len(line.lstrip())]
@@ -184,6 +210,33 @@ def processes(wanted: Callable[[bytes, bytes], bool]) -> list[int]:
 def find_marked_processes(mark: str) -> list[int]:
     """Return the ids of the processes whose variable MARK has this value, which child processes inherit."""
     return processes(lambda environment, _: f"MARK={mark}".encode() in environment.split(b"\0"))
+
+
+def find_ranks(launcher: subprocess.Popen[str]) -> list[int]:
+    """Return the process ids of a launcher's ranks, sorted: a launcher starts its ranks in order."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return sorted(
+        pid for pid, line in commands.items() if b" train" in line.replace(b"\0", b" ") or b"spawn_main" in line
+    )
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    """Listen at a port of this machine until the end of the ``with`` block, and yield the port."""
+    with socket.create_server(("", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def free_ports(number: int) -> list[int]:
+    """Return ports that are not in use."""
+    with ExitStack() as stack:
+        return [stack.enter_context(taken_port()) for _ in range(number)]
+
+
+def free_port() -> int:
+    """Return a port that is not in use."""
+    return free_ports(1)[0]
 
 
 def wait_until(condition: Callable[[], object], description: str, seconds: float) -> None:

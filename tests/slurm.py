@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import processes, started, wait_until
+from runs import free_ports, processes, started, wait_until
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # The daemons are in sbin, which is not on every user's path.
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
@@ -102,12 +102,6 @@ def daemon(*words: str, log: Path, environment: dict[str, str]) -> Iterator[None
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
-
-
-def free_ports(number: int) -> list[int]:
-    """Return ports that are not in use."""
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(number)]
 
 
 def write_files(folder: Path) -> dict[str, str]:

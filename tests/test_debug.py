@@ -19,19 +19,13 @@ from typing import Any
 import pytest
 from conftest import Bake, run
 from dap import Session, line_of
-from runs import SHORT, launch, losses, started
+from runs import SHORT, free_port, launch, losses, started, taken_port
 
 pytestmark = pytest.mark.slow
 
 SHORT_TIMEOUTS = "--distributed.timeout_seconds 1 --distributed.startup_timeout_seconds 1".split()
 PAUSE = 5  # Seconds; longer than these timeouts, which must not apply while debugging.
 Stop = tuple[Session, int]  # A session, and the id of its stopped thread.
-
-
-def free_port() -> int:
-    """Return a port that is not in use."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def package_of(project: Path) -> Path:
@@ -127,9 +121,8 @@ def test_a_run_continues_after_a_breakpoint_in_rank_1(
 def test_invalid_debugger_settings_are_reported_in_one_line(
     plain: Path, tmp_path: Path, environment: dict[str, str], message: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = str(server.getsockname()[1])
-        environment = {name: value.replace("TAKEN", taken) for name, value in environment.items()}
+    with taken_port() as port:
+        environment = {name: value.replace("TAKEN", str(port)) for name, value in environment.items()}
         command = (plain / "scripts/launch.sh", "train", *SHORT, "--run.dir", tmp_path / "run")
         result = run(*command, cwd=plain, expect=2, **{"NPROC": "2", **environment})
     assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1, (

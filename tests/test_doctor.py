@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Bake, run
 from machines import Machines, start_on_both
-from runs import launch, started
+from runs import free_port, launch, started, taken_port
 
 pytestmark = pytest.mark.slow
 
@@ -73,19 +72,6 @@ def run_doctor(
 def failed_rows(rows: dict[str, set[str]]) -> set[str]:
     """Return the names of the failed rows."""
     return {name for name, states in rows.items() if "fail" in states}
-
-
-@contextmanager
-def taken_port() -> Iterator[int]:
-    """Listen at a port until the end of the ``with`` block, and yield the port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
-def free_port() -> str:
-    """Return a port that is not in use."""
-    with taken_port() as port:
-        return str(port)
 
 
 @pytest.mark.parametrize("nproc", [1, 3])
@@ -187,13 +173,18 @@ def test_an_unresolvable_host_name_only_warns_on_a_single_machine(plain: Path, t
     assert single_machine["host name"] == {"warn"}
     rank_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     arguments = ("--run.dir", tmp_path, "--distributed.startup_timeout_seconds", "2")
-    rows = run_doctor(plain, *arguments, prefix=renamed, MASTER_PORT=free_port(), **rank_0)
+    rows = run_doctor(plain, *arguments, prefix=renamed, MASTER_PORT=str(free_port()), **rank_0)
     assert failed_rows(rows) == {"host name", "ranks"}  # Rank 1 is never started.
 
 
 def run_two_ranks(projects: list[Path], commands: list[list[str | Path]], folder: Path) -> list[tuple[int, str]]:
     """Start two ranks without a launcher, wait for them, and return their exit codes and outputs."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     environment["PYTHONPATH"] = "src"
     with ExitStack() as stack:
         ranks = [

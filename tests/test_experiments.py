@@ -12,32 +12,29 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from runs import SHORT, alone, edit, kill_after, launch, losses, records, resume, weights, world_size
+from runs import (
+    SHORT,
+    alone,
+    assert_close,
+    assert_same_weights,
+    edit,
+    kill_after,
+    launch,
+    losses,
+    records,
+    resume,
+    weights,
+    world_size,
+)
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
-
-TOLERANCE = 1e-5
 
 
 def append(project: Path, name: str, code: str) -> None:
     """Add code to a file of the package; a later definition replaces an earlier one."""
     path = next((project / "src").iterdir()) / name
     path.write_text(f"{path.read_text()}\n\n{code}")
-
-
-def assert_close(actual: Path, expected: Path) -> None:
-    """Assert that two runs have the same losses and weights, to rounding."""
-    assert losses(actual) == pytest.approx(losses(expected), rel=TOLERANCE)
-    ours, theirs = weights(actual), weights(expected)
-    assert ours.keys() == theirs.keys()
-    assert all((ours[name] - theirs[name]).norm() <= TOLERANCE * theirs[name].norm() for name in ours)
-
-
-def assert_same(actual: Path, expected: Path) -> None:
-    """Assert that two runs end with bitwise the same weights."""
-    ours, theirs = weights(actual), weights(expected)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 # Targets of different lengths, from 1 to the context: what comes after is padding, which the loss ignores.
@@ -196,7 +193,7 @@ def test_a_stream_ends_on_all_ranks_and_resumes_on_any_number(bake: Bake, tmp_pa
         assert_close(tmp_path / name, tmp_path / "one")
     kill_after(21, project, tmp_path / "killed", *STREAMED)
     assert resume(project, tmp_path / "killed", *STREAMED) >= 20  # In the second epoch, or later.
-    assert_same(tmp_path / "killed", tmp_path / "two")
+    assert_same_weights(tmp_path / "killed", tmp_path / "two")
     kill_after(21, project, tmp_path / "moved", *STREAMED)
     resume(project, tmp_path / "moved", *STREAMED, nproc=4)
     assert_close(tmp_path / "moved", tmp_path / "one")
@@ -220,7 +217,7 @@ def test_a_stream_that_splits_itself_ends_together_and_stays_with_its_ranks(bake
     refused = alone(project, "train", *STREAMED, "--run.dir", tmp_path / "killed", expect=2)
     assert "2 rank(s) with --data.num_workers 2" in refused.stderr
     resume(project, tmp_path / "killed", *arguments)
-    assert_same(tmp_path / "killed", tmp_path / "whole")
+    assert_same_weights(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_a_stream_without_a_length_needs_one_for_its_schedule(bake: Bake, tmp_path: Path) -> None:

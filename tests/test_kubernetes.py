@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import pytest
 import yaml
 from conftest import CHOICES, Bake
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
-from runs import records, started
+from runs import free_port, records, started
 
 Document = dict[str, Any]
 
@@ -200,9 +199,7 @@ class Pods:
         self.project, self.document, self.arguments = project, document, arguments
         self.started: list[subprocess.Popen[str]] = []
         self.stack = ExitStack()
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            self.port = str(server.getsockname()[1])
+        self.port = str(free_port())
 
     def __enter__(self) -> Pods:
         return self

@@ -14,7 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Bake
-from runs import ENDLESS, SHORT, alone, processes, records, started, wait_for_step, wait_until
+from runs import (
+    ENDLESS,
+    SHORT,
+    TOLERANCE,
+    alone,
+    find_ranks,
+    processes,
+    records,
+    started,
+    wait_for_step,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +46,7 @@ def losses(folder: Path, event: str = "train") -> list[tuple[int, float]]:
 
 def approximately(exact: list[tuple[int, float]]) -> list[tuple[int, object]]:
     """Return the same losses with a tolerance for rounding."""
-    return [(step, pytest.approx(loss, rel=1e-5)) for step, loss in exact]
+    return [(step, pytest.approx(loss, rel=TOLERANCE)) for step, loss in exact]
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +144,6 @@ def test_a_stop_signal_to_one_rank_stops_all_ranks(baked: Bake, reference: Path,
         assert find_processes(folder) == []
     assert "stopped by SIGUSR1 after step" in (tmp_path / "log").read_text()
     assert (folder / f"checkpoints/step-{len(losses(folder)):08d}.pt").exists()
-
-
-def find_ranks(job: subprocess.Popen[str]) -> list[int]:
-    """Return the process ids of a launcher's ranks, sorted: a launcher starts its ranks in order."""
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return sorted(
-        pid for pid, line in commands.items() if b" train" in line.replace(b"\0", b" ") or b"spawn_main" in line
-    )
 
 
 def test_an_interrupted_evaluation_is_repeated_after_resuming(bake: Bake, reference: Path, tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import CHOICES, Bake, run
 from recipes import Edit, apply
-from runs import alone, kill_after, launch, losses, records, resume, weights
-from test_experiments import TOLERANCE, assert_close
+from runs import TOLERANCE, alone, assert_close, assert_same_weights, kill_after, launch, losses, records, resume
 
 STEPS = "--train.max_steps 8 --train.log_every 1 --train.eval_every 4 --checkpoint.every_steps 2".split()
 CPU = ("--distributed.device", "cpu")
@@ -94,8 +92,7 @@ def test_a_recipe_trains_resumes_and_evaluates_the_same(bake: Bake, tmp_path: Pa
 
     kill_after(3, project, tmp_path / "killed", *words)
     resume(project, tmp_path / "killed", *words)
-    ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "two")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(tmp_path / "killed", tmp_path / "two")
     kill_after(3, project, tmp_path / "moved", *words)
     resume(project, tmp_path / "moved", *words, nproc=1)
     assert_close(tmp_path / "moved", tmp_path / "one")

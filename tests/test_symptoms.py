@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +16,13 @@ from runs import (
     SHORT,
     alone,
     find_marked_processes,
+    free_port,
     launch,
     losses,
     plant,
     records,
     started,
+    taken_port,
     wait_for_step,
     wait_until,
 )
@@ -197,21 +198,21 @@ def test_parameters_without_a_gradient_do_not_change_the_losses(
 
 
 @pytest.fixture
-def taken_port() -> Iterator[int]:
+def busy_port() -> Iterator[int]:
     """A port that another program uses."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
+    with taken_port() as port:
+        yield port
 
 
 @reproduces("port in use on this machine")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
 def test_a_port_in_use_is_reported_in_one_line(
-    baked: Bake, symptom: str, launcher: str, taken_port: int, tmp_path: Path
+    baked: Bake, symptom: str, launcher: str, busy_port: int, tmp_path: Path
 ) -> None:
     project = baked(launcher=launcher)
-    arguments, rendezvous = ("train", *SHORT, "--run.dir", tmp_path / "run"), f"tcp://127.0.0.1:{taken_port}"
-    nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": str(taken_port)}
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken_port)}
+    arguments, rendezvous = ("train", *SHORT, "--run.dir", tmp_path / "run"), f"tcp://127.0.0.1:{busy_port}"
+    nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": str(busy_port)}
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port)}
     results = {
         "--distributed.init_method": launch(project, *arguments, "--distributed.init_method", rendezvous, expect=2),
         "PORT": run(project / "scripts/multinode.sh", *arguments, cwd=project, expect=2, **nodes),
@@ -220,24 +221,17 @@ def test_a_port_in_use_is_reported_in_one_line(
     assert symptom in quoted_symptoms(project)
     for setting, result in results.items():
         assert result.stderr.startswith(f"error: {symptom}: ") and result.stderr.count("\n") == 1, result.stderr
-        assert str(taken_port) in result.stderr and setting in result.stderr
+        assert str(busy_port) in result.stderr and setting in result.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def free_port(taken_port: int) -> str:
-    """A port that is not in use."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 SHORT_STARTUP_TIMEOUT = ("--distributed.startup_timeout_seconds", "5")
 
 
 @reproduces("did not reach the other")
-def test_a_rank_that_never_starts_is_reported(baked: Bake, symptom: str, free_port: str, tmp_path: Path) -> None:
+def test_a_rank_that_never_starts_is_reported(baked: Bake, symptom: str, tmp_path: Path) -> None:
     arguments = ("train", *SHORT, *SHORT_STARTUP_TIMEOUT, "--run.dir", tmp_path / "run")
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     result = alone(baked(), *arguments, expect=2, **environment)
     assert symptom in quoted_symptoms(baked())
     assert result.stderr.startswith("error: rank 0 ") and symptom in result.stderr and result.stderr.count("\n") == 1
@@ -245,12 +239,10 @@ def test_a_rank_that_never_starts_is_reported(baked: Bake, symptom: str, free_po
 
 @reproduces("clients joined")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_a_machine_that_never_starts_is_reported(
-    baked: Bake, symptom: str, launcher: str, free_port: str, tmp_path: Path
-) -> None:
+def test_a_machine_that_never_starts_is_reported(baked: Bake, symptom: str, launcher: str, tmp_path: Path) -> None:
     project = baked(launcher=launcher)
     arguments = ("train", *SHORT, *SHORT_STARTUP_TIMEOUT, "--run.dir", tmp_path / "run")
-    nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": free_port, "NPROC": "1"}
+    nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": str(free_port()), "NPROC": "1"}
     torchrun = launcher == "torchrun"  # torchrun itself waits for the other machines.
     result = run(project / "scripts/multinode.sh", *arguments, cwd=project, expect=1 if torchrun else 2, **nodes)
     last_line = result.stderr.splitlines()[-1]

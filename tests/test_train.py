@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
 import sys
 import zipfile
 from collections.abc import Callable
@@ -22,8 +21,10 @@ from runs import (
     ENDLESS,
     SHORT,
     alone,
+    assert_same_weights,
     checkpoints,
     find_marked_processes,
+    free_port,
     launch,
     losses,
     plant,
@@ -33,7 +34,6 @@ from runs import (
     task_of,
     wait_for_step,
     wait_until,
-    weights,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -57,12 +57,6 @@ for question in ("task", "launcher", "tracker"):
 def project(request: pytest.FixtureRequest, baked: Bake) -> Path:
     """A project per variant; together they cover every task, launcher and tracker."""
     return baked(**request.param)
-
-
-def assert_same_weights(actual_run: Path, expected_run: Path) -> None:
-    actual, expected = weights(actual_run), weights(expected_run)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +202,7 @@ def test_a_damaged_checkpoint_is_rejected_and_the_previous_one_is_resumed(
 
 @pytest.mark.parametrize("method", ["file", "tcp"])
 def test_init_method_sets_the_rendezvous(plain: Path, tmp_path: Path, method: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    init_method = f"file://{tmp_path}/meet" if method == "file" else f"tcp://127.0.0.1:{port}"
+    init_method = f"file://{tmp_path}/meet" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
     launch(plain, "train", *SHORT, "--run.dir", tmp_path / "run", "--distributed.init_method", init_method)
     assert len(records(tmp_path / "run", "train")) == 6
 
