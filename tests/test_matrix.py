@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ def settings_of(task: str) -> dict[str, Any]:
     return COMMON | TASKS[task]
 
 
-def arguments_of(task: str) -> list[str]:
-    """Return the settings of a task as arguments."""
-    return [word for name, value in settings_of(task).items() for word in (f"--{name}", str(value))]
+def arguments_of(task: str, sections: str = "") -> list[str]:
+    """Return the settings of a task, or of some sections (``a|b``), as arguments."""
+    chosen = {name: value for name, value in settings_of(task).items() if re.match(sections, name)}
+    return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
 
 
 def train_oracle(project: Path, task: str, **changes: Any) -> oracle.Oracle:
@@ -108,8 +110,9 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
     assert_records_match(records(folder, "eval"), expected.evaluations)
     assert_weights_match(weights(folder), expected.weights)
 
-    evaluate = ("evaluate", "--config", folder / "config.yaml", "--checkpoint", newest_checkpoint(folder))
-    evaluated = alone(project, *evaluate, "--run.dir", tmp_path / "evaluated").stdout.splitlines()[-1]
+    # The model's settings are those of the checkpoint.
+    evaluate = ("evaluate", "--checkpoint", newest_checkpoint(folder), *arguments_of(task, "dataset|distributed"))
+    evaluated = alone(project, *evaluate).stdout.splitlines()[-1]
     assert_records_match([json.loads(evaluated)], expected.evaluations[-1:])
 
 
