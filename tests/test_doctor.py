@@ -90,6 +90,15 @@ def test_a_healthy_machine_passes(plain: Path, tmp_path: Path, nproc: int) -> No
         assert table["point to point"][0][1].startswith(f"slowest of {nproc} link(s): ranks ")
 
 
+def test_ranks_share_the_processors(plain: Path, tmp_path: Path) -> None:
+    """Those of a machine that has 14, according to its program ``nproc``."""
+    (tmp_path / "nproc").write_text("#!/bin/sh\necho 14\n")
+    (tmp_path / "nproc").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": ""}
+    table = rows_of(launch(plain, "doctor", *ON_CPU, "--run.dir", tmp_path / "run", **environment).stdout)
+    assert table["device"][0][1].endswith("2 rank(s) on this machine with 7 thread(s) each")
+
+
 def check_bandwidth(finding: str, world_size: int) -> None:
     """Check that the measurements of an all-reduce are consistent with the formula of NVIDIA's nccl-tests."""
     numbers = re.fullmatch(
