@@ -176,6 +176,16 @@ def assert_same_weights(actual: Path, expected: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def commit(folder: Path) -> str:
+    """Commit all files of a folder, in a git repository that is created if there is none; return the commit's hash."""
+    if not (folder / ".git").exists():
+        run("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
+    run("git", "add", "--all", cwd=folder)
+    run("git", *identity, "commit", "--quiet", "--no-verify", "--message", "all", cwd=folder)
+    return run("git", "rev-parse", "HEAD", cwd=folder).stdout.strip()
+
+
 def plant(project: Path, name: str, line: str, fault: str) -> None:
     """Insert ``fault`` before a line of a file of the package, with the same indentation."""
     indent = line[: len(line) - len(line.lstrip())]

@@ -23,13 +23,18 @@ from runs import (
     alone,
     assert_same_weights,
     checkpoints,
+    commit,
+    edit,
     find_marked_processes,
     free_port,
+    kill_after,
+    last_step,
     launch,
     losses,
     plant,
     processes,
     records,
+    resume,
     started,
     task_of,
     wait_for_step,
@@ -97,6 +102,41 @@ def test_tensorboard_shows_the_logged_metrics(project: Path, finished_run: Path)
         assert values == pytest.approx([record[metric] for record in records(finished_run, "eval")])
     else:
         assert "tensorboard" not in (project / "pyproject.toml").read_text().split("[tool.ddp-template]")[0]
+
+
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(baked: Bake, tmp_path: Path) -> None:
+    project, folder = baked(tracker="tensorboard"), tmp_path / "run"
+    words = (*SHORT, "--train.max_steps", "60", "--checkpoint.every_steps", "20")
+    kill_after(22, project, folder, *words, nproc=1)
+    killed = last_step(folder)
+    assert resume(project, folder, *words, nproc=1) < killed
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [*range(1, 61)]
+
+
+# A clock that takes a second from one reading to the next.
+CLOCK = """import itertools
+from types import SimpleNamespace
+
+time = SimpleNamespace(perf_counter=itertools.count().__next__)
+"""
+
+
+def test_a_run_records_its_commit_and_the_throughput_of_all_ranks(bake: Bake, tmp_path: Path) -> None:
+    project = bake()
+    edit(project, "reporting/metrics.py", "import time\n", CLOCK)
+    commits = [commit(project)]
+    launch(project, "train", *SHORT, "--data.global_batch_size", "64", "--run.dir", tmp_path)
+    rates = [record.get("samples_per_second") for record in records(tmp_path, "train")]
+    assert rates == [None] + 5 * [64.0]  # The first step is part of the start.
+
+    (project / "note.txt").touch()
+    commits.append(commit(project))
+    (project / "README.md").write_text("Changed.\n")
+    alone(project, "train", *SHORT, "--data.global_batch_size", "64", "--run.dir", tmp_path)
+    newest = json.loads((tmp_path / "provenance.json").read_text())
+    recorded = [(start["git_commit"], start["git_dirty"]) for start in (*newest["earlier"], newest)]
+    assert recorded == [(commits[0], False), (commits[1], True)]
 
 
 def test_a_resumed_run_with_a_saved_config_matches_the_original_run(

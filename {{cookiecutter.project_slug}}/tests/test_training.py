@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,48 @@ def test_a_run_logs_every_few_steps_and_the_last_one(finished: Finished) -> None
     records = read_records(finished.run, "train")
     assert [record["step"] for record in records] == [3, 6, 8]
     assert all(math.isfinite(record["loss"]) for record in records)
+
+
+def test_the_curves_show_what_was_logged(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes  # Slow to import.
+
+    drawn: dict[str, list[tuple[int, float]]] = {}
+    plot = Axes.plot
+
+    def spy(axes: Axes, steps: Any, values: Any, label: str) -> Any:
+        drawn[label] = list(zip(steps, values, strict=True))
+        return plot(axes, steps, values, label=label)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    module("reporting.metrics").draw_curves(finished.run / "metrics.jsonl", tmp_path / "a.png", dataset.BEST_METRIC)
+    records = read_records(finished.run, "train")
+    assert drawn["training loss"] == [(record["step"], record["loss"]) for record in records]
+    assert drawn[f"test {dataset.BEST_METRIC}"] == list(enumerate(finished.values, start=1))
+    assert (tmp_path / "a.png").stat().st_size > 0
+
+
+def test_throughput_counts_the_time_of_training_alone(
+    build: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--train.max_steps 6 --train.log_every 2 --train.eval_every 1 --checkpoint.every_steps 5"
+    trainer, now = build(*words.split()), 0.0
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*arguments)
+
+        return act
+
+    monkeypatch.setattr(module("reporting.metrics"), "time", SimpleNamespace(perf_counter=lambda: now))
+    trainer.step = taking(0.5, trainer.step)
+    # All are as good as the first, which alone is saved as the best.
+    trainer.evaluator = taking(100, lambda: {"num_samples": 1, dataset.BEST_METRIC: 1.0})
+    trainer.checkpointer.save = taking(10, trainer.checkpointer.save)
+    trainer.run()
+    rates = [record["samples_per_second"] for record in read_records(tmp_path, "train")]
+    assert rates == 3 * [2 * trainer.config.data.global_batch_size]
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_setting_says(finished: Finished) -> None:
