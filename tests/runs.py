@@ -61,7 +61,8 @@ def started(
 def kill_all(process: subprocess.Popen[str], mark: str) -> None:
     """Kill a process, its group, and what it started in other groups, as torchrun does."""
     if process.returncode is None:  # Otherwise its number may belong to another process by now.
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(PermissionError):  # What macOS says of a group that has ended.
+            os.killpg(process.pid, signal.SIGKILL)
     for pid in find_marked_processes(mark):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
