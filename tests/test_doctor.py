@@ -94,7 +94,8 @@ def test_ranks_share_the_processors(plain: Path, tmp_path: Path) -> None:
     """Those of a machine that has 14, according to its program ``nproc``."""
     (tmp_path / "nproc").write_text("#!/bin/sh\necho 14\n")
     (tmp_path / "nproc").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": ""}
+    # By default, PyTorch's MKL starts no more threads than this machine has processors.
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "", "MKL_DYNAMIC": "FALSE"}
     table = rows_of(launch(plain, "doctor", *ON_CPU, "--run.dir", tmp_path / "run", **environment).stdout)
     assert table["device"][0][1].endswith("2 rank(s) on this machine with 7 thread(s) each")
 
