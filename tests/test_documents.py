@@ -106,7 +106,9 @@ def test_each_command_has_a_rule(found: list[Command]) -> None:
 
 def of_program(found: list[Command], program: str) -> list[Command]:
     """Return a program's commands, without those of recipes, which need the recipe's edits."""
-    return [each for each in found if program_of(each.text) == program and not each.document.startswith("docs/")]
+    own = [each for each in found if program_of(each.text) == program and not each.document.startswith("docs/")]
+    assert own, f"only recipes show {program}: leave it out of HERE"
+    return own
 
 
 # Without Slurm's; and only recipes start Python with a program of their own.

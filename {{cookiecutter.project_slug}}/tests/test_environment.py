@@ -85,6 +85,12 @@ def test_contradictions_are_rejected(variables: dict[str, str], named: str) -> N
         environment.find_process_info(variables)
 
 
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_launcher_says_whether_it_restarted_the_job(variable: str) -> None:
+    assert environment.is_restart({variable: "1"})
+    assert not any(environment.is_restart(variables) for variables in ({variable: "0"}, {variable: ""}, {}))
+
+
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [("n1", "n1"), ("n[1-2,5]", "n1"), ("gpu-a[007-012]", "gpu-a007"), ("a,b", "a"), ("r[1-2]-ib,x", "r1-ib")],
