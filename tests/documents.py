@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from conftest import CHOICES
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 SUBCOMMANDS = ("train", "evaluate", "generate", "doctor", "benchmark", "convert")
+
+
+def covering_answers() -> Iterator[dict[str, Any]]:
+    """Yield every strategy, task and cluster together; the other answers are drawn, the same ones each time."""
+    draw = random.Random(0)
+    questions = ("parallelism", "task", "cluster")
+    for values in itertools.product(*(CHOICES[name] for name in questions)):
+        others = {name: draw.choice(CHOICES[name]) for name in CHOICES if name not in questions}
+        yield others | dict(zip(questions, values, strict=True))
 
 
 def documents(project: Path) -> dict[str, str]:

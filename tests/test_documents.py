@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import RULES, Command, made_run
 from conftest import CHOICES, TEMPLATE, Bake, run
 from cookiecutter.main import cookiecutter
-from documents import anchors, commands, documents, fences, is_command, links, program_of, sections, spans, tables
+from documents import (
+    anchors,
+    commands,
+    covering_answers,
+    documents,
+    fences,
+    is_command,
+    links,
+    program_of,
+    sections,
+    spans,
+    tables,
+)
 from names import Names
 from recipes import SENTENCE, apply
 from runs import task_of
@@ -43,18 +51,9 @@ ELSEWHERE = {
 }
 
 
-def covering_answers() -> Iterator[dict[str, Any]]:
-    """Yield every strategy, task and cluster together; the other answers are drawn, the same ones each time."""
-    draw = random.Random(0)
-    questions = ("parallelism", "task", "cluster")
-    for values in itertools.product(*(CHOICES[name] for name in questions)):
-        others = {name: draw.choice(CHOICES[name]) for name in CHOICES if name not in questions}
-        yield others | dict(zip(questions, values, strict=True))
-
-
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Projects that together show all documents."""
+    """Projects that together show all that is in documents, as tests/test_render.py verifies."""
     paths = []
     for answers in covering_answers():
         output = str(tmp_path_factory.mktemp("project"))
@@ -107,7 +106,9 @@ def test_each_command_has_a_rule(found: list[Command]) -> None:
 
 def of_program(found: list[Command], program: str) -> list[Command]:
     """Return a program's commands, without those of recipes, which need the recipe's edits."""
-    return [each for each in found if program_of(each.text) == program and not each.document.startswith("docs/")]
+    own = [each for each in found if program_of(each.text) == program and not each.document.startswith("docs/")]
+    assert own, f"only recipes show {program}: leave it out of HERE"
+    return own
 
 
 # Without Slurm's; and only recipes start Python with a program of their own.
@@ -175,9 +176,9 @@ DEVICES = {"default.yaml": (0, 1, 2, 4), "one_gpu.yaml": (1,), "eight_gpus.yaml"
 CHECK = """
 import sys
 from my_experiment.__main__ import COMMANDS, check
-from my_experiment.config import from_dict
+from my_experiment.config import Config
 from my_experiment.launch import parse
-config = from_dict(parse(["train", "--config", sys.argv[1]], COMMANDS)[1])
+config = Config(**parse(["train", "--config", sys.argv[1]], COMMANDS)[1])
 for devices in sys.argv[2:]:
     check(config, config.parallel.default_nproc(int(devices)), trains=True)
 """

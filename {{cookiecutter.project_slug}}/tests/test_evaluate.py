@@ -17,7 +17,10 @@ dataset, build_model = module("dataset"), module("model").build_model
 
 
 def plain_metrics(run: Path) -> dict[str, Any]:
-    """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group."""
+    """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group.
+
+    What a metric is, the dataset says here too; ``test_dataset.py`` checks it.
+    """
     config = settings(*SEED)
     #:: if not cookiecutter.__plays ::#
     _, test_set = dataset.build_datasets(config)

@@ -3,7 +3,7 @@
 ``splitting/experience.py`` collects what the policy is trained on, and ``evaluate.py`` plays episodes.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Episodes:
 
 def build_datasets(config: Config) -> tuple[Experience, Episodes]:
     """Return the experience to train on, and the episodes to evaluate on; reject a model for another environment."""
-    check_spaces(config.control.environment, asdict(config.model))
+    check_spaces(config.control.environment, config.model)
     experience = Experience(config.control, config.model, estimate_advantages)
     return experience, Episodes(config.control, config.model, experience)
 

@@ -1,12 +1,11 @@
 """The environment, before anything starts: whether it can be made, and the sizes that it gives the model."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 from gymnasium.spaces import Box, Discrete
 
-from ..config import UserError
+from ..config import ControlConfig, ModelConfig, UserError
 from .environment import exit_with_error
 
 
@@ -50,24 +49,24 @@ def describe(space: Any) -> str:
     return f"a {type(space).__name__} of shape {space.shape}" if space.shape else f"a {type(space).__name__}"
 
 
-def complete_settings(settings: Mapping[str, dict[str, Any]]) -> None:
+def complete_settings(control: ControlConfig, model: ModelConfig) -> None:
     """Set the sizes of the model that are null to those of the environment; exit if that cannot be trained on."""
-    control, model = settings["control"], settings["model"]
     try:
-        sizes = measure_spaces(control["environment"])
-        if control["gif"] is not None:
-            make_environment(control["environment"], render_mode="rgb_array").close()
-        model.update({name: size for name, size in sizes.items() if model[name] is None})
-        check_spaces(control["environment"], model)
+        if control.gif is not None:
+            make_environment(control.environment, render_mode="rgb_array").close()
+        for name, size in measure_spaces(control.environment).items():
+            if getattr(model, name) is None:
+                setattr(model, name, size)
+        check_spaces(control.environment, model)
     except UserError as error:
         exit_with_error(str(error))
 
 
-def check_spaces(name: str, model: Mapping[str, Any]) -> None:
+def check_spaces(name: str, model: ModelConfig) -> None:
     """Reject the settings of a model for another environment."""
     for size, value in measure_spaces(name).items():
-        if model[size] != value:
+        if getattr(model, size) != value:
             raise UserError(
-                f"control.environment is {name}, with {size} {value}, but the model has model.{size} {model[size]}; "
-                "leave that out, or give the environment that the model was trained in"
+                f"control.environment is {name}, with {size} {value}, but the model has model.{size} "
+                f"{getattr(model, size)}; leave that out, or give the environment that the model was trained in"
             )
