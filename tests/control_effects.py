@@ -65,7 +65,7 @@ def sizes_of_the_environment(lab: Lab) -> None:
     assert sizes == [(6, 3, 0), (3, 0, 1)]
     model = lab.whole_model("--control.environment", "Acrobot-v1")
     linear = [layer for layer in model.modules() if hasattr(layer, "weight")]
-    assert {layer.in_features for layer in linear} == {6, 8} and {layer.out_features for layer in linear} == {8, 3, 1}
+    assert {layer.in_features for layer in linear} == {6, 16} and {layer.out_features for layer in linear} == {16, 3, 1}
 
 
 @shows("train.epochs")

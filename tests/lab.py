@@ -21,7 +21,7 @@ BASE = {
     "digits": f"{SHORT} --model.width 8 --model.depth 1",
     "language": f"{SHORT} --dataset.path {os.__file__} --dataset.max_bytes 12000 --dataset.test_bytes 2100 "
     "--model.width 16 --model.layers 2 --model.heads 2 --model.context 16",
-    "control": f"{SHORT} --train.epochs 40 --control.environments 4 --control.evaluation_episodes 5 --model.width 8",
+    "control": f"{SHORT} --train.epochs 40 --control.environments 4 --control.evaluation_episodes 5 --model.width 16",
 }
 
 
