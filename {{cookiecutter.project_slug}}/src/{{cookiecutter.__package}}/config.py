@@ -86,6 +86,11 @@ class OptimConfig:
     #:: if cookiecutter.task == "digits" ::#
     eps: PositiveFloat = 1e-8
     """Term that AdamW adds to the denominator."""
+    #:: elif cookiecutter.__plays ::#
+    eps: PositiveFloat = 1e-4
+    """Term that AdamW adds to the denominator. Many passes over the same experience leave gradients that are small sums
+    of large terms; without it, full steps of their rounding errors would soon lead to another action under another
+    split."""
     #:: else ::#
     eps: PositiveFloat = 1e-6
     """Term that AdamW adds to the denominator: gradients far below it, which may be only rounding errors, cause no
