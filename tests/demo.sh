@@ -14,8 +14,13 @@ scripts/launch.sh evaluate --checkpoint "$newest" --distributed.device cpu |
     "$PYTHON" -c '
 import json, sys
 record = json.loads(sys.stdin.read().splitlines()[-1])
-message = "accuracy {accuracy:.4f}" if "accuracy" in record else "bits per byte {bits_per_byte:.3f}"
-print(("test " + message + " on all {num_samples} samples, after {step} steps").format(**record))
+messages = {
+    "accuracy": "accuracy {accuracy:.4f} on all {num_samples} samples",
+    "bits_per_byte": "bits per byte {bits_per_byte:.3f} on all {num_samples} samples",
+    "mean_return": "mean return {mean_return:.1f} over {num_samples} episodes",
+}
+message = next(text for name, text in messages.items() if name in record)
+print(("test " + message + ", after {step} steps").format(**record))
 '
 cat <<END
 
