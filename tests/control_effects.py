@@ -139,3 +139,9 @@ def gif(lab: Lab) -> None:
     lab.trainer("--control.gif", str(path), "--control.evaluation_episodes", "2").evaluator()
     dist.barrier()
     assert path.exists()
+
+
+@shows("parallel.sync_batch_norm")
+def sync_batch_norm(lab: Lab) -> None:
+    # The model has none that could be replaced.
+    assert "sync_batch_norm" in lab.refusal(lambda: lab.trainer("--parallel.sync_batch_norm", "true"))
