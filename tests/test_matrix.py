@@ -128,8 +128,9 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
     assert_records_match(records(folder, "eval"), expected.evaluations)
     assert_weights_match(weights(folder), expected.weights)
 
-    # The model's settings are those of the checkpoint.
-    evaluate = ("evaluate", "--checkpoint", newest_checkpoint(folder), *arguments_of(task, "dataset|distributed"))
+    # The model's settings are those of the checkpoint; an episode's seed depends on that of the run.
+    sections = r"dataset|control|run\.seed|distributed"
+    evaluate = ("evaluate", "--checkpoint", newest_checkpoint(folder), *arguments_of(task, sections))
     evaluated = alone(project, *evaluate).stdout.splitlines()[-1]
     assert_records_match([json.loads(evaluated)], expected.evaluations[-1:])
 
