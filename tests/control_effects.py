@@ -84,6 +84,17 @@ def microbatches(lab: Lab) -> None:
     assert calls and all(calls.count(layer) == 4 for layer in layers(trainer))
 
 
+@shows("train.precision")
+def precision(lab: Lab) -> None:
+    # Under fp16, the first steps are skipped until the scale of the loss is low enough for the critic's gradient.
+    for value, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        trainer, seen = lab.trainer("--train.precision", value), set()
+        for layer in layers(trainer):
+            layer.register_forward_hook(lambda layer, inputs, output, seen=seen: seen.add(output.dtype))
+        next(batches(trainer, 1))  # The environments are stepped in it too.
+        assert seen == {dtype}
+
+
 @shows("control.environment")
 def environment(lab: Lab) -> None:
     seen: list[Any] = []
