@@ -48,7 +48,8 @@ def eval_batch_size(lab: Lab) -> None:
 
 @shows("data.num_workers")
 def num_workers(lab: Lab) -> None:
-    assert "num_workers" in lab.refusal(lab.settings("--data.num_workers", "1").check)
+    config = lab.settings("--data.num_workers", "1")
+    assert "num_workers" in lab.refusal(lambda: config.control.check_batch(config.data, 1))
 
 
 @shows("model.depth")

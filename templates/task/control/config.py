@@ -25,29 +25,28 @@ class ControlConfig:
     gif: str | None = None
     """File for an animation of the first episode of each evaluation; null writes none."""
 
-    def check(self, data: DataConfig) -> None:
-        """Reject values out of range, and a global batch that does not take equally many steps of each environment."""
+    def check(self) -> None:
+        """Reject factors above 1."""
         for name in ("discount", "gae_lambda"):
             if getattr(self, name) > 1:
                 raise UserError(f"control.{name} is {getattr(self, name)}; give at most 1")
-        if data.num_workers:
-            raise UserError(f"data.num_workers is {data.num_workers}; give 0: each rank steps its own environments")
+
+    def check_batch(self, data: DataConfig, shares: int) -> None:
+        """Reject environments that do not divide into equal shares, and unequal parts of them in a global batch."""
         size, count = data.global_batch_size, self.environments
+        if count % shares:
+            fits = -(-count // shares) * shares
+            raise UserError(
+                f"control.environments is {count}, which does not divide into {shares} share(s); {fits} would"
+            )
         if size % count or self.steps % (size // count):
-            fits = ", ".join(str(count * n) for n in range(1, self.steps + 1) if self.steps % n == 0)
+            sizes = ", ".join(str(count * n) for n in range(1, self.steps + 1) if self.steps % n == 0)
             raise UserError(
                 f"data.global_batch_size is {size}, but a batch has equally many of the {self.steps} steps of each of "
-                f"{count} environments; {fits} would do"
+                f"{count} environments; {sizes} would do"
             )
-
-    def check_shares(self, shares: int) -> None:
-        """Reject a number of environments that does not divide into equal shares."""
-        if self.environments % shares:
-            fits = -(-self.environments // shares) * shares
-            raise UserError(
-                f"control.environments is {self.environments}, which does not divide into {shares} share(s); {fits} "
-                "would"
-            )
+        if data.num_workers:
+            raise UserError(f"data.num_workers is {data.num_workers}; give 0: each rank steps its own environments")
 
 
 @dataclass

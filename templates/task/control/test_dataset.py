@@ -141,14 +141,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--data.global_batch_size 18", "data.global_batch_size is 18, .* 4, 8, 16, 32, 64 would"),
         ("--data.num_workers 1", "data.num_workers is 1"),
-        ("--control.discount 1.5", "control.discount is 1.5"),
+        ("--control.environments 5", r"control.environments is 5, .* 2 share\(s\); 6 would"),
     ],
 )
-def test_settings_that_cannot_work_are_rejected(words: str, named: str) -> None:
+def test_settings_that_cannot_be_trained_with_are_rejected(words: str, named: str) -> None:
+    chosen = settings(*words.split())
     with pytest.raises(config.UserError, match=named):
-        settings(*words.split()).check()
+        chosen.control.check_batch(chosen.data, shares=2)
 
 
-def test_environments_are_divided_equally() -> None:
-    with pytest.raises(config.UserError, match=r"control.environments is 4, .* 3 share\(s\); 6 would"):
-        settings().control.check_shares(3)
+def test_a_factor_above_1_is_rejected() -> None:
+    with pytest.raises(config.UserError, match=r"control.discount is 1\.5"):
+        settings("--control.discount", "1.5").check()

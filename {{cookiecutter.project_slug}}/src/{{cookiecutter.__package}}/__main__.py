@@ -57,7 +57,7 @@ def check(config: Config, world_size: int, trains: bool) -> None:
         shares = config.parallel.dp_size(world_size)
         launch.check_batch(config.data.global_batch_size, shares, config.train.microbatches)
         #:: if cookiecutter.__plays ::#
-        config.control.check_shares(shares)
+        config.control.check_batch(config.data, shares)
         #:: endif ::#
 
 

@@ -214,7 +214,7 @@ class Config:
         if self.model.weights is not None and self.checkpoint.resume not in ("auto", "never"):
             raise UserError("model.weights starts a new run and checkpoint.resume continues one; give one of them")
         #:: if cookiecutter.__plays ::#
-        self.control.check(self.data)
+        self.control.check()
         #:: else ::#
         self.dataset.check()
         #:: endif ::#
