@@ -174,8 +174,14 @@ def test_the_curves_show_what_was_logged(finished: Finished, tmp_path: Path, mon
     monkeypatch.setattr(Axes, "plot", spy)
     module("reporting.metrics").draw_curves(finished.run / "metrics.jsonl", tmp_path / "a.png", dataset.BEST_METRIC)
     records = read_records(finished.run, "train")
+    #:: if cookiecutter.__plays ::#
+    assert drawn["loss"] == [(record["step"], record["loss"]) for record in records]
+    played = read_records(finished.run, "eval")
+    assert drawn["mean return"] == [(record["environment_steps"], record["mean_return"]) for record in played]
+    #:: else ::#
     assert drawn["training loss"] == [(record["step"], record["loss"]) for record in records]
     assert drawn[f"test {dataset.BEST_METRIC}"] == list(enumerate(finished.values, start=1))
+    #:: endif ::#
     assert (tmp_path / "a.png").stat().st_size > 0
 
 
