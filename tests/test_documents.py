@@ -86,7 +86,7 @@ def found(pages: list[tuple[Path, str, str]], projects: list[Path]) -> list[Comm
     for root, name, text in pages:
         for command in commands(text, PROGRAMS):
             # The template's documents also show commands for a project.
-            moved = root == TEMPLATE and re.search(r"scripts/|make (setup|train)\b", command)
+            moved = root == TEMPLATE and re.search(r"scripts/|make (setup|train)\b|/test_split", command)
             folder = projects[0] if moved else root
             distinct.setdefault((folder == TEMPLATE, command), Command(command, name, folder))
     return list(distinct.values())
