@@ -254,7 +254,7 @@ PROJECT = {
         "configs/default.yaml", "max_shift: 1", "max_shift: 2", "test_settings.py::shipped_file"
     ),
     "the launcher hides a failure": Mutant(
-        "scripts/launch.sh", 'exec "$PYTHON" -m torch', '! "$PYTHON" -m torch', "test_settings.py::reported_in_one_line"
+        "scripts/launch.sh", 'exec "$PYTHON" -m torch', '! "$PYTHON" -m torch', "test_exit.py::killed_rank_ends"
     ),
 }
 
