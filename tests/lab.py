@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+# If one rank fails, the others do not wait long for it.
+SHORT = "--data.global_batch_size 64 --train.epochs 1 --distributed.startup_timeout_seconds 60"
 BASE = {
-    "digits": "--data.global_batch_size 64 --model.width 8 --model.depth 1 --train.epochs 1",
-    "language": f"--data.global_batch_size 64 --dataset.path {os.__file__} --dataset.max_bytes 12000 "
-    "--dataset.test_bytes 2100 "
-    "--model.width 16 --model.layers 2 --model.heads 2 --model.context 16 --train.epochs 1",
+    "digits": f"{SHORT} --model.width 8 --model.depth 1",
+    "language": f"{SHORT} --dataset.path {os.__file__} --dataset.max_bytes 12000 --dataset.test_bytes 2100 "
+    "--model.width 16 --model.layers 2 --model.heads 2 --model.context 16",
 }
 
 
@@ -51,7 +52,7 @@ class Lab:
     def parse(self, *words: str) -> Any:
         train = {"train": self.module("__main__").COMMANDS["train"]}  # A parser of all commands takes long to build.
         parsed = self.module("launch").parse(["train", *BASE[self.task].split(), *words], train)[1]
-        return self.module("config").from_dict(parsed)
+        return self.module("config").Config(**parsed)
 
     def new_folder(self) -> Path:
         """Return a folder that does not exist yet, the same on all ranks."""
@@ -106,6 +107,14 @@ def take_steps(trainer: Any, count: int = 1) -> None:
     """Take the first steps of an epoch."""
     for batch in batches(trainer, count):
         trainer.step(*batch)
+
+
+def first_step(trainer: Any) -> Tensor:
+    """Take the first step of an epoch, and return its loss and the norm of its gradient."""
+    ((inputs, targets),) = batches(trainer, 1)
+    losses, norm = trainer.step(inputs, targets)
+    dist.all_reduce(losses["loss"])
+    return torch.stack([losses["loss"], norm])
 
 
 def local(tensor: Any) -> Tensor:

@@ -92,6 +92,7 @@ def test_an_answer_that_cannot_work_is_rejected_with_a_command_that_works(
     question: str, answer: str, reason: str, tmp_path: Path
 ) -> None:
     result = ask(tmp_path, launcher="spawn", **{question: answer})
+    assert result.returncode == 1
     message = result.stderr.splitlines()[0]
     assert message.startswith(f"error: {question} is {answer!r}, which ")
     assert reason in message

@@ -105,7 +105,9 @@ def test_each_command_has_a_rule(found: list[Command]) -> None:
 
 def of_program(found: list[Command], program: str) -> list[Command]:
     """Return a program's commands, without those of recipes, which need the recipe's edits."""
-    return [each for each in found if program_of(each.text) == program and not each.document.startswith("docs/")]
+    own = [each for each in found if program_of(each.text) == program and not each.document.startswith("docs/")]
+    assert own, f"only recipes show {program}: leave it out of HERE"
+    return own
 
 
 # Without Slurm's; and only recipes start Python with a program of their own.
@@ -173,9 +175,9 @@ DEVICES = {"default.yaml": (0, 1, 2, 4), "one_gpu.yaml": (1,), "eight_gpus.yaml"
 CHECK = """
 import sys
 from my_experiment.__main__ import COMMANDS, check
-from my_experiment.config import from_dict
+from my_experiment.config import Config
 from my_experiment.launch import parse
-config = from_dict(parse(["train", "--config", sys.argv[1]], COMMANDS)[1])
+config = Config(**parse(["train", "--config", sys.argv[1]], COMMANDS)[1])
 for devices in sys.argv[2:]:
     check(config, config.parallel.default_nproc(int(devices)), trains=True)
 """

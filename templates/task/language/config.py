@@ -65,7 +65,7 @@ class ModelConfig:
 class GenerateConfig:
     """The text that the subcommand generate prints."""
 
-    prompt: str = "def "
+    prompt: str = field(default="def ", metadata={"any_text": True})
     """Text to continue; an empty text stands for a newline."""
     length: PositiveInt = 500
     """Bytes to generate."""
