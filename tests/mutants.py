@@ -64,8 +64,8 @@ PROJECT = {
     ),
     "optim.decay_steps is ignored": Mutant(
         SRC + "optim.py",
-        "config, config.decay_steps or planned_steps",
-        "config, planned_steps",
+        "self.end = self.config.decay_steps or planned_steps",
+        "self.end = planned_steps",
         SPLIT,
     ),
     "optim.betas is ignored": Mutant(SRC + "optim.py", "betas=config.betas, ", "", SPLIT),
