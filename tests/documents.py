@@ -1,4 +1,7 @@
-"""Reads Markdown as its readers do: which commands it shows, which names it uses in the text, what is in its tables."""
+"""Reads Markdown as its readers do: which commands it shows, which names it uses in the text, what is in its tables.
+
+tests/prose.py checks its links.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +52,6 @@ def prose(text: str) -> str:
 def spans(text: str) -> list[str]:
     """Return the inline code outside of code blocks; a line break in it is a blank."""
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(text))]
-
-
-def links(text: str) -> list[str]:
-    """Return the targets of the links to files and sections of the same repository."""
-    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)) if "://" not in target]
-
-
-def anchors(text: str) -> set[str]:
-    """Return the anchors of the headings, as GitHub names them."""
-    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in HEADING.findall(prose(text))}
 
 
 def sections(text: str) -> list[str]:

@@ -64,8 +64,8 @@ PROJECT = {
     ),
     "optim.decay_steps is ignored": Mutant(
         SRC + "optim.py",
-        "config, config.decay_steps or planned_steps",
-        "config, planned_steps",
+        "self.end = self.config.decay_steps or planned_steps",
+        "self.end = planned_steps",
         SPLIT,
     ),
     "optim.betas is ignored": Mutant(SRC + "optim.py", "betas=config.betas, ", "", SPLIT),
@@ -293,7 +293,7 @@ PROJECT = {
         "configs/default.yaml", "max_shift: 1", "max_shift: 2", "test_settings.py::shipped_file"
     ),
     "the launcher hides a failure": Mutant(
-        "scripts/launch.sh", 'exec "$PYTHON" -m torch', '! "$PYTHON" -m torch', "test_settings.py::reported_in_one_line"
+        "scripts/launch.sh", 'exec "$PYTHON" -m torch', '! "$PYTHON" -m torch', "test_exit.py::killed_rank_ends"
     ),
 }
 

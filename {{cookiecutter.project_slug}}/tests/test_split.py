@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import plain
@@ -24,8 +25,15 @@ def test_a_split_gives_the_result_of_a_plain_loop(
     expected: plain.Plain, trained: Callable[..., Path], nproc: int, words: list[str]
 ) -> None:
     run = trained(nproc, *words)
-    for record, theirs in zip(read_records(run, "train"), expected.records, strict=True):
+    records, weights = read_records(run, "train"), load_model(run)
+    for record, theirs in zip(records, expected.records, strict=True):
         for name, value in theirs.items():
             # The norm of a small gradient is what rounding changes most.
             assert record[name] == pytest.approx(value, rel=TOLERANCE * (10 if name == "grad_norm" else 1)), name
-    assert_close(load_model(run), expected.weights)
+    assert_close(weights, expected.weights)
+
+    # What `pytest -rP` shows.
+    ours, others = (np.array([record["loss"] for record in each]) for each in (records, expected.records))
+    changes = [(weights[name] - value).norm() / value.norm() for name, value in expected.weights.items()]
+    print(f"largest relative deviation: {abs(ours / others - 1).max():.1e} of a loss,", end=" ")
+    print(f"{max(changes):.1e} of a weight tensor")

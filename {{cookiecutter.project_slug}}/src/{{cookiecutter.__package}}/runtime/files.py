@@ -15,6 +15,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
+    for folder in filter(Path.is_dir, (temporary, path)):  # Of a sharded checkpoint: a killed save, or a damaged one.
+        remove(folder)
     try:
         with disk_errors(temporary), open(temporary, "wb") as file:
             write(file)
@@ -60,6 +62,6 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(cause, OSError) and cause.filename is None:
+        if isinstance(cause, OSError) and cause.errno is not None and cause.filename is None:
             raise OSError(cause.errno, cause.strerror, str(path)) from None
         raise
