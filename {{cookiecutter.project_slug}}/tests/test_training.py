@@ -139,7 +139,11 @@ def finished(process: Any, tmp_path_factory: pytest.TempPathFactory) -> Finished
     timeout = ["--distributed.timeout_seconds", "77"]
     trainer = build_trainer(process, run, "--train.max_steps", "8", *every_step, *timeout)
     values = [sign * value for value in (0.1, 0.9, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)]
+    #:: if cookiecutter.__plays ::#
+    records = iter([{"num_samples": 1, dataset.BEST_METRIC: value, "environment_steps": 64} for value in values])
+    #:: else ::#
     records = iter([{"num_samples": 1, dataset.BEST_METRIC: value} for value in values])
+    #:: endif ::#
     trainer.evaluator = lambda: next(records)
     trainer.run()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))

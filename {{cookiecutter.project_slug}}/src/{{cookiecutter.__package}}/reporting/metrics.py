@@ -61,7 +61,8 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
         (left, "train", "step", "loss"),
         *((right, "eval", "environment_steps", key) for key in ("max_return", best_metric, "min_return")),
     ):
-        points = [(record[unit], record[key]) for record in records if record["event"] == event and unit in record]
+        chosen = [record for record in records if record["event"] == event and {unit, key} <= record.keys()]
+        points = [(record[unit], record[key]) for record in chosen]
         if points:
             axes.plot(*zip(*points, strict=True), label=key.replace("_", " "))
             axes.legend()
