@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TEMPLATE as ROOT
-from conftest import Bake, copy_tracked
+from conftest import ENVIRONMENT, Bake, copy_tracked, run
 from mutants import PROJECT, TEMPLATE, Mutant
 from runs import replace_once
 
@@ -41,8 +40,8 @@ def test_a_project_catches_a_fault(bake: Bake, name: str) -> None:
 def test_the_template_catches_a_fault(tmp_path: Path, name: str) -> None:
     mutant, (file, _, words) = TEMPLATE[name], TEMPLATE[name].test.partition("::")
     copy_tracked(tmp_path)
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "add", "--all"], cwd=tmp_path, check=True)
-    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    run("git", "init", "--quiet", cwd=tmp_path)
+    run("git", "add", "--all", cwd=tmp_path)
+    (tmp_path / ".venv").symlink_to(ENVIRONMENT)
     replace_once(tmp_path / mutant.file, mutant.old, mutant.new)
     assert_a_test_fails(tmp_path, "-n0", f"tests/{file}", *(["-k", words] if words else []))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CHOICES, Bake, copy_tracked, run
+from conftest import CHOICES, ENVIRONMENT, Bake, copy_tracked, run
 
 pytestmark = pytest.mark.slow
 
@@ -102,9 +102,8 @@ def test_setup_does_not_change_a_larger_repository(bake: Bake, tmp_path: Path) -
 def test_make_demo_trains_and_evaluates_a_project(tmp_path: Path) -> None:
     """The copy has only tracked files, and uses this environment so that `make demo` does not create one."""
     copy_tracked(tmp_path)
-    environment = Path(shutil.which("pytest", path=str(Path(sys.executable).parent)) or "").parents[1]
-    (tmp_path / ".venv").symlink_to(environment)
-    (environment / "installed").touch()
+    (tmp_path / ".venv").symlink_to(ENVIRONMENT)
+    (ENVIRONMENT / "installed").touch()
     words = ["make", "demo", "launcher=spawn", 'project_name=It\'s "mine" & $HOME']
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, run
+from conftest import ENVIRONMENT, Bake, run
 from runs import SHORT, alone, find_marked_processes, launch, losses, plant, records, wait_until
 
 pytestmark = [
@@ -275,7 +274,7 @@ def test_pgrep_lists_a_run_until_its_launcher_is_killed(bake: Bake, symptom: str
     """While the run is listed, another run cannot use its directory."""
     project = bake(launcher=launcher)
     pgrep = next(iter(re.findall(r"`(pgrep [^`]+)`", (project / "README.md").read_text())))
-    (project / ".venv").symlink_to(Path(shutil.which("pytest", path=str(Path(sys.executable).parent)) or "").parents[1])
+    (project / ".venv").symlink_to(ENVIRONMENT)
     arguments = ["train", *SHORT, "--train.max_steps", "1000000", "--train.epochs", "100000", "--run.dir", "run"]
     environment = os.environ | {"NPROC": "2"}
     launcher_process = subprocess.Popen(
