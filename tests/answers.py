@@ -16,6 +16,21 @@ from cookiecutter.generate import generate_context
 from cookiecutter.prompt import prompt_for_config
 from cookiecutter.utils import create_env_with_context
 
+# Names, each with the slug that is offered for it.
+DEFAULT_SLUGS = {
+    "My Experiment": "my-experiment",
+    "  Über  Netz 2!": "uber-netz-2",
+    "東京": "dong-jing",
+    "🔥": "my-experiment",
+    "!!!": "my-experiment",
+    '"': "my-experiment",
+    "2024 Results": "experiment-2024-results",
+    "Test": "my-test",
+    "torch": "my-torch",
+    "Typing Extensions": "my-typing-extensions",
+    "Class": "my-class",
+    "word " * 100: "word-word-word-word-word-word-word-word-word",
+}
 COOKIECUTTER = Path(sys.executable).with_name("cookiecutter")
 
 

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 from conftest import TEMPLATE, check_answers, run
 from documents import SUBCOMMANDS
-from runs import SMALL_LANGUAGE, task_of, wait_until
-from slurm import Slurm, free_ports
+from runs import SMALL_LANGUAGE, free_port, started, task_of, wait_until
+from slurm import Slurm
 
 BIN = Path(sys.executable).parent
 INSTALLED = f"{BIN}:{os.environ['PATH']}"  # A reader has cookiecutter and cruft on the path.
@@ -100,8 +100,7 @@ def run_both_machines(command: Command) -> None:
     """Run the command of the first machine, and that of the second, on this one."""
     texts = [command.text.replace("NODE_RANK=0", f"NODE_RANK={rank}") for rank in (0, 1)]
     first, second = (text.replace("HOST", "127.0.0.1") + f" {shlex.join(small_settings(command))}" for text in texts)
-    (port,) = free_ports(1)
-    command.run(f"({second}) & {first} && wait $!", PORT=str(port), NPROC="1", GLOO_SOCKET_IFNAME="lo")
+    command.run(f"({second}) & {first} && wait $!", PORT=str(free_port()), NPROC="1", GLOO_SOCKET_IFNAME="lo")
 
 
 def run_under_mpi(command: Command) -> None:
@@ -174,9 +173,14 @@ def without_server(command: Command) -> None:
         preflight(command)
 
 
-def until_timeout(command: Command, seconds: int = 8) -> None:
-    """Run a program that does not end by itself; one that rejects its arguments ends at once."""
-    command.run(f"timeout {seconds} {command.text}", expect=124)
+def serve(command: Command) -> None:
+    """Start a server, at a free port, and wait until it prints its address; one that rejects its arguments ends."""
+    words = [*shlex.split(command.text.replace(".venv/bin/", f"{BIN}/")), "--port", "0"]
+    with TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with started(*words, cwd=command.project, log=log) as server:
+            wait_until(lambda: " at http://" in log.read_text() or server.poll() is not None, "it has an address", 240)
+            assert server.poll() is None, log.read_text()
 
 
 def add_option(option: str, expect: int = 0) -> Callable[[Command], None]:
@@ -262,7 +266,7 @@ RULES = {
     "make": Rule("check", make),
     "cruft": Rule("check", parse_options),
     "pip": Rule("check", parse_pip),
-    "tensorboard": Rule("check", until_timeout),
+    "tensorboard": Rule("check", serve),
     "ssh": Rule("check", add_option("-G")),
     "mount": Rule("check", add_option("--fake")),
     **dict.fromkeys(("docker", "kubectl"), Rule("check", without_server)),

@@ -29,9 +29,9 @@ Bake = Callable[..., Path]
 pytest_plugins = ["skips"]
 
 # Each test of these files has its own runs.
-INDEPENDENT = ("test_matrix.py", "test_mutants.py", "test_project.py", "test_recipes.py")
+INDEPENDENT = ("test_effects.py", "test_matrix.py", "test_mutants.py", "test_project.py", "test_recipes.py")
 # The slow files that belong to `make test`, which takes at most ten minutes; the others wait for `make test-long`.
-TEN_MINUTES = ("test_matrix.py", "test_refusals.py")
+TEN_MINUTES = ("test_matrix.py",)
 # The slowest files start first; otherwise one worker would still run them when the others have finished.
 SLOWEST = (
     *("test_strategies.py", "test_documents.py", "test_project.py", "test_train.py", "test_symptoms.py"),
@@ -150,13 +150,10 @@ def copy_tracked(folder: Path) -> None:
 
 def run(*words: str | Path, cwd: Path, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command with this interpreter as PYTHON, check its exit code, and return the completed process."""
-    result = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=os.environ | {"PYTHON": sys.executable} | environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    from runs import started  # Imported here, because runs.py imports this file.
+
+    with started(*words, cwd=cwd, **environment) as process:
+        stdout, stderr = process.communicate(timeout=1200)
+    result = subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
     assert result.returncode == expect, f"{words}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result

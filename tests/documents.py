@@ -1,14 +1,32 @@
-"""Reads Markdown as its readers do: which commands it shows, which names it uses in the text, what is in its tables."""
+"""Reads Markdown as its readers do: which commands it shows, which names it uses in the text, what is in its tables.
+
+tests/prose.py checks its links.
+"""
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from conftest import CHOICES
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 SUBCOMMANDS = ("train", "evaluate", "generate", "doctor", "benchmark", "convert")
+
+
+def covering_answers() -> Iterator[dict[str, Any]]:
+    """Yield every strategy, task and cluster together; the other answers are drawn, the same ones each time."""
+    draw = random.Random(0)
+    questions = ("parallelism", "task", "cluster")
+    for values in itertools.product(*(CHOICES[name] for name in questions)):
+        others = {name: draw.choice(CHOICES[name]) for name in CHOICES if name not in questions}
+        yield others | dict(zip(questions, values, strict=True))
 
 
 def documents(project: Path) -> dict[str, str]:
@@ -34,16 +52,6 @@ def prose(text: str) -> str:
 def spans(text: str) -> list[str]:
     """Return the inline code outside of code blocks; a line break in it is a blank."""
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(text))]
-
-
-def links(text: str) -> list[str]:
-    """Return the targets of the links to files and sections of the same repository."""
-    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)) if "://" not in target]
-
-
-def anchors(text: str) -> set[str]:
-    """Return the anchors of the headings, as GitHub names them."""
-    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in HEADING.findall(prose(text))}
 
 
 def sections(text: str) -> list[str]:

@@ -31,14 +31,15 @@ class Machine:
         """Run `ip` on this machine to configure its network, and return the output."""
         return subprocess.run(["ip", "-n", self.namespace, *words], check=True, capture_output=True, text=True).stdout
 
-    def start(self, *words: str | Path, cwd: Path, log: Path, **environment: str) -> subprocess.Popen[bytes]:
+    def start(self, *words: str | Path, cwd: Path, log: Path, **environment: str) -> subprocess.Popen[str]:
         """Start a command on this machine, with its output in ``log``, and return the process."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, *map(str, words)],
             cwd=cwd,
             env=os.environ | {"PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "wire"} | environment,
-            stdout=log.open("wb"),
+            stdout=log.open("w"),
             stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def processes(self) -> list[int]:
@@ -72,7 +73,7 @@ def two_machines() -> Iterator[Machines]:
 
 def start_on_both(
     machines: Machines, project: Path, *words: str | Path, logs: Path, **environment: str
-) -> list[subprocess.Popen[bytes]]:
+) -> list[subprocess.Popen[str]]:
     """Start the shipped script on both machines, as a user would, and return the processes."""
     logs.mkdir(parents=True, exist_ok=True)
     shared = {"HEAD": machines[0].address, "NODES": "2", "NPROC": "1"} | environment

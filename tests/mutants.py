@@ -12,7 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: ``old`` becomes ``new`` in a file, and ``test`` (a file, and words of a test's name) has to fail."""
+    """A fault: ``old`` becomes ``new`` in a file, and the tests of a file that ``-k`` selects have to fail.
+
+    Attributes:
+        test: The file and the selection, as ``file::selection``; it begins with a part of the test's name.
+    """
 
     file: str
     old: str
@@ -24,6 +28,7 @@ class Mutant:
 SRC = "src/my_experiment/"
 FSDP, TENSOR, PIPELINE, MODEL = ({"parallelism": name} for name in ("fsdp", "tensor", "pipeline", "model_parallel"))
 LANGUAGE = {"task": "language"}
+SPLIT, RESUME = "test_split.py::plain_loop", "test_resume.py::killed_and_stopped"
 
 # Caught by the tests of a rendered project.
 PROJECT = {
@@ -32,190 +37,237 @@ PROJECT = {
         SRC + "strategy.py",
         "nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)",
         "nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])",
-        "test_split.py",
+        SPLIT,
     ),
-    "the gradient is not reset": Mutant(SRC + "train.py", "        self.optimizer.zero_grad()\n", "", "test_split.py"),
-    "the schedule does not move": Mutant(SRC + "train.py", "        self.scheduler.step()\n", "", "test_split.py"),
+    "the gradient is not reset": Mutant(SRC + "train.py", "        self.optimizer.zero_grad()\n", "", SPLIT),
+    "the schedule does not move": Mutant(SRC + "train.py", "        self.scheduler.step()\n", "", SPLIT),
     "the rate is logged after the step": Mutant(
         SRC + "train.py",
         "self.log(losses, norm, lr)",
         "self.log(losses, norm, self.scheduler.get_last_lr()[0])",
-        "test_split.py",
+        SPLIT,
     ),
-    "the loss is logged for one rank": Mutant(
-        SRC + "train.py", "        dist.all_reduce(values)\n", "", "test_split.py"
-    ),
+    "the loss is logged for one rank": Mutant(SRC + "train.py", "        dist.all_reduce(values)\n", "", SPLIT),
     "micro-batches are not averaged": Mutant(
-        SRC + "splitting/losses.py", "total = weight * self.microbatches", "total = weight", "test_split.py"
+        SRC + "splitting/losses.py", "total = weight * self.microbatches", "total = weight", SPLIT
     ),
-    "gradients are averaged over ranks": Mutant(SRC + "parallel.py", "loss * self.dp_size", "loss", "test_split.py"),
+    "gradients are averaged over ranks": Mutant(SRC + "parallel.py", "loss * self.dp_size", "loss", SPLIT),
     # The optimizer
-    "biases decay": Mutant(SRC + "optim.py", '{"weight_decay": 0.0}]', "decay]", "test_split.py"),
-    "nothing decays": Mutant(
-        SRC + "optim.py", '{"weight_decay": config.weight_decay}', '{"weight_decay": 0.0}', "test_split.py"
-    ),
-    "no warm-up": Mutant(SRC + "optim.py", "if step < config.warmup_steps:", "if False:", "test_split.py"),
+    "biases decay": Mutant(SRC + "optim.py", '{"weight_decay": 0.0}]', "decay]", SPLIT),
+    "nothing decays": Mutant(SRC + "optim.py", '{"weight_decay": config.weight_decay}', '{"weight_decay": 0.0}', SPLIT),
+    "no warm-up": Mutant(SRC + "optim.py", "if step < warmup:", "if False:", SPLIT),
     "the rate decays to zero": Mutant(
-        SRC + "optim.py", "return config.min_lr_ratio + (1 - config.min_lr_ratio) *", "return", "test_split.py"
+        SRC + "optim.py",
+        "return least + (1 - least) *",
+        "return",
+        SPLIT,
     ),
     "optim.decay_steps is ignored": Mutant(
-        SRC + "optim.py", "end = config.decay_steps or planned_steps", "end = planned_steps", "test_split.py"
+        SRC + "optim.py",
+        "self.end = self.config.decay_steps or planned_steps",
+        "self.end = planned_steps",
+        SPLIT,
     ),
-    "optim.betas is ignored": Mutant(SRC + "optim.py", "betas=config.betas, ", "", "test_split.py"),
-    "optim.eps is ignored": Mutant(SRC + "optim.py", "eps=config.eps, ", "eps=1e-3, ", "test_split.py"),
+    "optim.betas is ignored": Mutant(SRC + "optim.py", "betas=config.betas, ", "", SPLIT),
+    "optim.eps is ignored": Mutant(SRC + "optim.py", "eps=config.eps, ", "eps=1e-3, ", SPLIT),
     # The data
     "every epoch has the first one's order": Mutant(
-        SRC + "train.py", "set_epoch(progress.epoch, start", "set_epoch(0, start", "test_split.py"
+        SRC + "train.py", "set_epoch(epoch, start", "set_epoch(0, start", SPLIT
     ),
     "run.seed does not order the data": Mutant(
-        SRC + "data.py", "manual_seed(self.seed + self.epoch)", "manual_seed(self.epoch)", "test_split.py"
+        SRC + "data.py", "manual_seed(self.seed + self.epoch)", "manual_seed(self.epoch)", SPLIT
     ),
     "ranks read the same samples": Mutant(
-        SRC + "data.py", "[self.rank :: self.num_replicas]", "[:: self.num_replicas]", "test_data.py"
+        SRC + "data.py", "[self.rank :: self.num_replicas]", "[:: self.num_replicas]", "test_data.py::a_step_sees"
     ),
     "the incomplete batch is read": Mutant(
-        SRC + "data.py", "length - (length - start) % self.global_batch_size", "length", "test_data.py"
+        SRC + "data.py",
+        "length - (length - start) % self.global_batch_size",
+        "length",
+        "test_data.py::drops_the_incomplete_batch",
     ),
     "random transforms repeat in every epoch": Mutant(
         SRC + "splitting/seeding.py",
         "seed_generators(self.seed, epoch, index)",
         "seed_generators(self.seed, index)",
-        "test_split.py",
+        SPLIT,
     ),
     "loading draws from the rank's generators": Mutant(
-        SRC + "splitting/seeding.py", "        random.setstate(python)\n", "", "test_data.py"
+        SRC + "splitting/seeding.py", "        random.setstate(python)\n", "", "test_data.py::unless_it_draws"
     ),
     "random collation is not seeded": Mutant(
-        SRC + "splitting/seeding.py", "            seed_generators(self.seed, *keys[0], COLLATE)\n", "", "test_data.py"
+        SRC + "splitting/seeding.py",
+        "            seed_generators(self.seed, *keys[0], COLLATE)\n",
+        "",
+        "test_data.py::what_a_batch_draws",
+    ),
+    "random collation repeats what its first sample drew": Mutant(
+        SRC + "splitting/seeding.py", "*keys[0], COLLATE)", "*keys[0])", "test_data.py::what_a_batch_draws"
     ),
     "a stream repeats after a resume": Mutant(
-        SRC + "splitting/streams.py", "len(sizes) + number", "number", "test_data.py"
+        SRC + "splitting/streams.py", "done + number, None", "number, None", "test_data.py::a_stream_is_the_same"
     ),
     "shards repeat after a resume": Mutant(
-        SRC + "splitting/streams.py", "len(range(turn, done, count))", "0", "test_data.py"
+        SRC + "splitting/streams.py", "len(range(turn, done, count))", "0", "test_data.py::splits_itself"
     ),
     # Evaluation
     "dropout acts in evaluation": Mutant(
-        SRC + "evaluate.py", "        self.parallel.module.eval()\n", "", "test_training.py"
+        SRC + "evaluate.py", "        self.parallel.module.eval()\n", "", "test_training.py::evaluation_mode"
     ),
     "training goes on in evaluation mode": Mutant(
-        SRC + "evaluate.py", "        self.parallel.module.train()\n", "", "test_training.py"
+        SRC + "evaluate.py", "        self.parallel.module.train()\n", "", "test_training.py::evaluation_mode"
     ),
     "each rank counts every sample": Mutant(
-        SRC + "data.py", "range(dp_rank, length, dp_size)", "range(0, length)", "test_data.py"
+        SRC + "data.py", "range(dp_rank, length, dp_size)", "range(0, length)", "test_data.py::reads_every_sample_once"
     ),
     "the worst checkpoint is the best": Mutant(
-        SRC + "train.py", "sign * value > sign * progress", "sign * value < sign * progress", "test_training.py"
+        SRC + "train.py",
+        "sign * value > sign * progress",
+        "sign * value < sign * progress",
+        "test_training.py::and_the_best",
     ),
     # Settings
     "train.precision is ignored": Mutant(
-        SRC + "strategy.py", "[config.train.precision]", '["fp32"]', "test_training.py"
+        SRC + "strategy.py", "[config.train.precision]", '["fp32"]', "test_training.py::in_the_precision"
     ),
     "train.compile is ignored": Mutant(
-        SRC + "splitting/blocks.py", "if config.compile:", "if False:", "test_training.py"
+        SRC + "splitting/blocks.py", "if config.compile:", "if False:", "test_training.py::are_compiled"
     ),
     "train.activation_checkpointing is ignored": Mutant(
-        SRC + "splitting/blocks.py", "if config.activation_checkpointing:", "if False:", "test_training.py"
+        SRC + "splitting/blocks.py",
+        "if config.activation_checkpointing:",
+        "if False:",
+        "test_training.py::computed_again",
     ),
     "train.log_every is ignored": Mutant(
-        SRC + "train.py", "if is_last or is_due(progress.step, config.train.log_every):", "if True:", "test_training.py"
+        SRC + "train.py",
+        "if is_last or is_due(progress.step, config.train.log_every):",
+        "if True:",
+        "test_training.py::logs_every_few_steps",
     ),
     "train.eval_every is ignored": Mutant(
-        SRC + "train.py", " or is_due(progress.step, self.config.train.eval_every)", "", "test_training.py"
+        SRC + "train.py",
+        " or is_due(progress.step, self.config.train.eval_every)",
+        "",
+        "test_training.py::and_the_best",
     ),
     "distributed.timeout_seconds is ignored": Mutant(
         SRC + "train.py",
         "        runtime.set_timeout(self.config.distributed.timeout_seconds)\n",
         "",
-        "test_training.py",
+        "test_training.py::wait_for_each_other",
     ),
     # Checkpoints
     "random state is not restored": Mutant(
         SRC + "checkpoint/checkpointer.py",
         '        set_rng_state(own[0]["rng"], self.process.device)\n',
         "",
-        "test_training.py",
+        "test_training.py::random_numbers_continue",
     ),
     "all ranks have the same random numbers": Mutant(
         SRC + "train.py",
         "seed_rank(config.run.seed, process.rank)",
         "seed_rank(config.run.seed, 0)",
-        "test_training.py",
+        "test_training.py::different_random_numbers",
     ),
     "one checkpoint too many is kept": Mutant(
-        SRC + "checkpoint/checkpointer.py", "(run_dir)[:-keep]", "(run_dir)[: -keep - 1]", "test_training.py"
+        SRC + "checkpoint/checkpointer.py",
+        "(run_dir)[:-keep]",
+        "(run_dir)[: -keep - 1]",
+        "test_training.py::and_the_best",
     ),
     "the best checkpoint is removed": Mutant(
-        SRC + "checkpoint/checkpointer.py", "if path.stem != ", 'if "" != ', "test_training.py"
+        SRC + "checkpoint/checkpointer.py", "if path.stem != ", 'if "" != ', "test_training.py::and_the_best"
     ),
     "checkpoints are written in place": Mutant(
-        SRC + "runtime/files.py", 'temporary = path.with_suffix(".tmp")', "temporary = path", "test_training.py"
+        SRC + "runtime/files.py",
+        'temporary = path.with_suffix(".tmp")',
+        "temporary = path",
+        "test_training.py::a_save_that_fails",
     ),
     "the position in the epoch is not restored": Mutant(
-        SRC + "train.py", "start=progress.samples)", "start=0)", "test_resume.py"
+        SRC + "train.py", "start=progress.samples)", "start=0)", RESUME
     ),
     "the schedule is not saved": Mutant(
-        SRC + "train.py", '        register("scheduler", self.scheduler)\n', "", "test_resume.py"
+        SRC + "train.py", '        register("scheduler", self.scheduler)\n', "", RESUME
     ),
     "the optimizer is not saved": Mutant(
         SRC + "checkpoint/state_dict.py",
         "    for optimizer in optimizers:\n        # This",
         "    for optimizer in ():\n        # This",
-        "test_resume.py",
+        RESUME,
     ),
-    "records of lost steps stay": Mutant(
-        SRC + "reporting/metrics.py", 'if record["step"] <= step]', "]", "test_resume.py"
-    ),
+    "records of lost steps stay": Mutant(SRC + "reporting/metrics.py", 'if record["step"] <= step)', ")", RESUME),
     "a stop needs a signal on every rank": Mutant(
-        SRC + "runtime/stop_signal.py", "dist.ReduceOp.MAX", "dist.ReduceOp.MIN", "test_resume.py"
+        SRC + "runtime/stop_signal.py", "dist.ReduceOp.MAX", "dist.ReduceOp.MIN", RESUME
     ),
     "checksums are not verified": Mutant(
-        SRC + "checkpoint/sharded.py", "if self.checksums.get(key) != checksum:", "if False:", "test_checkpoint.py"
+        SRC + "checkpoint/sharded.py",
+        "if self.checksums.get(key) != checksum:",
+        "if False:",
+        "test_checkpoint.py::altered_folder",
     ),
     "loading runs code": Mutant(
         SRC + "checkpoint/loading.py",
         "weights_only=True, mmap=True)",
         "weights_only=False, mmap=True)",
-        "test_checkpoint.py",
+        "test_checkpoint.py::crafted_folder",
     ),
     # Other strategies and tasks
-    "fsdp: gradients are averaged": Mutant(SRC + "parallel.py", "loss * self.dp_size", "loss", "test_split.py", FSDP),
+    "fsdp: gradients are averaged": Mutant(SRC + "parallel.py", "loss * self.dp_size", "loss", SPLIT, FSDP),
     "tensor: replicas have their own gradients": Mutant(
-        SRC + "parallel.py", "if self.dp_size > 1:", "if False:", "test_split.py", TENSOR
+        SRC + "parallel.py", "if self.dp_size > 1:", "if False:", SPLIT, TENSOR
     ),
     "pipeline: pipelines have their own gradients": Mutant(
         SRC + "parallel.py",
         "        if self.dp_size > 1:  # Each",
         "        if False:  # Each",
-        "test_split.py",
+        SPLIT,
         PIPELINE,
     ),
     "pipeline: each stage clips for itself": Mutant(
-        SRC + "parallel.py", "        dist.all_reduce(squared, group=self.pipeline)\n", "", "test_split.py", PIPELINE
+        SRC + "parallel.py",
+        "        dist.all_reduce(squared, group=self.pipeline)\n",
+        "",
+        SPLIT,
+        PIPELINE,
     ),
-    "model_parallel: gradients are averaged": Mutant(
-        SRC + "parallel.py", "loss * self.dp_size", "loss", "test_split.py", MODEL
-    ),
+    "model_parallel: gradients are averaged": Mutant(SRC + "parallel.py", "loss * self.dp_size", "loss", SPLIT, MODEL),
     "language: a byte predicts itself": Mutant(
-        SRC + "dataset.py", "window[:-1], window[1:]", "window[:-1], window[:-1]", "test_dataset.py", LANGUAGE
+        SRC + "dataset.py",
+        "window[:-1], window[1:]",
+        "window[:-1], window[:-1]",
+        "test_dataset.py::windows_are_consecutive",
+        LANGUAGE,
     ),
     "language: the temperature is ignored": Mutant(
-        SRC + "generate.py", ".cpu() / temperature)", ".cpu())", "test_generate.py", LANGUAGE
+        SRC + "generate.py", ".cpu() / temperature)", ".cpu())", "test_generate.py::low_temperature", LANGUAGE
     ),
     # Launchers
     "the local rank is the rank": Mutant(
         SRC + "launch/environment.py",
         'int(env["SLURM_LOCALID"])',
-        'int(env["SLURM_PROCID"]) + 1',
-        "test_environment.py",
+        'int(env["SLURM_PROCID"])',
+        "test_environment.py::finds_its_rank",
     ),
     "the shipped experiment is not the default": Mutant(
-        "configs/default.yaml", "max_shift: 1", "max_shift: 2", "test_settings.py"
+        "configs/default.yaml", "max_shift: 1", "max_shift: 2", "test_settings.py::shipped_file"
     ),
     "the launcher hides a failure": Mutant(
-        "scripts/launch.sh", 'exec "$PYTHON" -m torch', '! "$PYTHON" -m torch', "test_settings.py"
+        "scripts/launch.sh", 'exec "$PYTHON" -m torch', '! "$PYTHON" -m torch', "test_exit.py::killed_rank_ends"
     ),
 }
+
+PACKAGE = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
+STRATEGIES = "templates/parallelism/"
+EFFECTS = "test_effects.py::each_setting_acts and "
+
+
+def unscaled(strategy: str, loss: str) -> Mutant:
+    """The fault that gradients are a scaler's factor too small; AdamW's steps are nearly the same."""
+    scaled = f"scaler.scale({loss})"
+    return Mutant(f"{STRATEGIES}{strategy}/parallel.py", scaled, f"({scaled} / scaler.get_scale())", EFFECTS + strategy)
+
 
 # Caught by the template's own tests.
 TEMPLATE = {
@@ -223,37 +275,109 @@ TEMPLATE = {
         "cookiecutter.json", '"torch", ', "", "test_answers.py::test_no_slug_is_the_name"
     ),
     "a slug may lead out of the folder": Mutant(
-        "hooks/pre_gen_project.py", "([-_][", "([-_./][", "test_answers.py::rejected"
+        "hooks/pre_gen_project.py", "([-_][", "([-_./][", "test_answers.py::an_answer_that_cannot_work and letters"
     ),
-    "make demo expands a dollar sign": Mutant("Makefile", "$(value $(q))", "$($(q))", "test_answers.py::make_demo"),
+    "make demo expands a dollar sign": Mutant(
+        "Makefile", "$(value $(q))", "$($(q))", "test_answers.py::make_demo_passes"
+    ),
     "a choice leaves a trace": Mutant(
         "templates/parallelism/tensor/README.md",
         "## What one step does",
         "## What one step of the pipeline does",
-        "test_render.py::traces",
+        "test_render.py::has_no_traces",
     ),
     "a branch is never taken": Mutant(
-        "{{cookiecutter.project_slug}}/.gitignore", '== "slurm"', '== "slrum"', "test_render.py::branch"
+        "{{cookiecutter.project_slug}}/.gitignore", '== "slurm"', '== "slrum"', "test_render.py::every_branch"
     ),
     "a workflow keeps credentials": Mutant(
         "{{cookiecutter.project_slug}}/.github/workflows/test.yml",
         "persist-credentials: false",
         "fetch-depth: 1",
-        "test_render.py::workflow",
+        "test_render.py::workflows_pass",
     ),
     "a link leads nowhere": Mutant(
-        "{{cookiecutter.project_slug}}/README.md", "(docs/ema.md)", "(docs/emas.md)", "test_render.py::markdown"
+        "{{cookiecutter.project_slug}}/README.md", "(docs/ema.md)", "(docs/emas.md)", "test_render.py::markdown_is"
     ),
     "a command is misspelt": Mutant(
         "{{cookiecutter.project_slug}}/README.md",
         "launch.sh convert --checkpoint",
         "launch.sh convert --checkpont",
-        "test_documents.py::launch",
+        "test_documents.py::a_command_runs and launch",
+    ),
+    "data.eval_batch_size is ignored": Mutant(
+        PACKAGE + "evaluate.py",
+        "self.sampler, config.eval_batch_size,",
+        "self.sampler, 256,",
+        EFFECTS + "ddp",
+    ),
+    "nothing shows what a setting does": Mutant(
+        PACKAGE + "config.py",
+        "    seed: NonNegativeInt = 0\n",
+        "    new: int = 0\n    seed: NonNegativeInt = 0\n",
+        EFFECTS + "ddp",
     ),
     "a room imports upwards": Mutant(
-        "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/runtime/files.py",
+        PACKAGE + "runtime/files.py",
         "import os\n",
         "import os\n\nfrom ..train import train\n",
-        "test_architecture.py",
+        "test_architecture.py::imports_go_one_way",
+    ),
+    # Devices
+    "every rank computes on the first device": Mutant(
+        PACKAGE + "runtime/process_group.py", "info.local_rank * devices_per_rank % count", "0", EFFECTS + "ddp"
+    ),
+    "ranks share devices": Mutant(
+        PACKAGE + "runtime/process_group.py",
+        "info.local_rank * devices_per_rank % count",
+        "info.local_rank % count",
+        EFFECTS + "ddp",
+    ),
+    "model_parallel: all blocks are on the first device": Mutant(
+        STRATEGIES + "model_parallel/parallel.py",
+        "(first.index + i) %",
+        "first.index %",
+        EFFECTS + "model_parallel",
+    ),
+    "data_parallel: one device computes": Mutant(
+        STRATEGIES + "data_parallel/parallel.py",
+        "loss = self.add_loss(self.copies(some_inputs)",
+        "loss = self.add_loss(self.module(some_inputs)",
+        EFFECTS + "data_parallel",
+    ),
+    "data_parallel: parallel.devices is ignored": Mutant(
+        STRATEGIES + "data_parallel/parallel.py",
+        "list(range(config.parallel.devices))",
+        "None",
+        EFFECTS + "data_parallel",
+    ),
+    # BatchNorm
+    "buffers are not averaged": Mutant(
+        PACKAGE + "strategy.py", "if buffer.is_floating_point() and self.dp_size > 1:", "if False:", EFFECTS + "ddp"
+    ),
+    "a checkpoint has one rank's buffers": Mutant(
+        PACKAGE + "train.py", "            self.parallel.average_buffers()\n", "", EFFECTS + "model_parallel"
+    ),
+    "ddp: BatchNorm is not synchronized": Mutant(
+        STRATEGIES + "ddp/parallel.py",
+        "            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n",
+        "",
+        EFFECTS + "ddp",
+    ),
+    # Precision
+    "data_parallel: the loss is not scaled": unscaled("data_parallel", "loss"),
+    "ddp: the loss is not scaled": unscaled("ddp", "loss * self.dp_size"),
+    "fsdp: the loss is not scaled": unscaled("fsdp", "loss * self.dp_size"),
+    "model_parallel: the loss is not scaled": unscaled("model_parallel", "loss * self.dp_size"),
+    "pipeline: the loss is not scaled": unscaled("pipeline", "torch.ones((), device=self.device)"),
+    "tensor: the loss is not scaled": unscaled("tensor", "loss"),
+    # Micro-batches
+    "ddp: gradients are summed after each micro-batch": Mutant(
+        STRATEGIES + "ddp/parallel.py", "if number < len(pieces) else", "if False else", EFFECTS + "ddp"
+    ),
+    "model_parallel: gradients are summed after each micro-batch": Mutant(
+        STRATEGIES + "model_parallel/parallel.py",
+        "if number < len(pieces) else",
+        "if False else",
+        EFFECTS + "model_parallel",
     ),
 }

@@ -15,6 +15,7 @@ from recipes import SENTENCE
 SETTING = re.compile(r"(?:--)?(?P<section>[a-z_]+)\.(?P<key>[a-z_]+)(?:(?: |: ).+)?")
 CALL = re.compile(r"(?P<name>\w+)\((?P<arguments>[\w, ]*)\)")
 FILE = re.compile(r"[\w./*<>{}-]+(/|\.(py|md|sh|sbatch|xml|yaml|toml|txt|jsonl?|png))")
+WORD = re.compile(r"\w+")
 # What git ignores, and git itself.
 HIDDEN = re.compile(r"/(\.git|\.venv|demo|\.hypothesis|__pycache__|\.\w+_cache)(/|$)|\.pyc$")
 # Not a source: documents and what they are rendered from, data, and the list of names that have no source.
@@ -50,8 +51,8 @@ class Names:
 
     @cached_property
     def words(self) -> set[str]:
-        """The words of these texts."""
-        return set(re.findall(r"\w+", self.text))
+        """The names in these sources; what a comment, a docstring or a message says gives a word no meaning."""
+        return {word for path, text in self.texts.items() for word in names_in(path.suffix == ".py", text)}
 
     @cached_property
     def paths(self) -> set[str]:
@@ -86,8 +87,8 @@ class Names:
         if call and (found := list(signatures(trees, call["name"]))):
             given = re.findall(r"\w+", call["arguments"])
             return any(needed <= len(given) and given == arguments[: len(given)] for arguments, needed in found)
-        if re.fullmatch(r"\w+", name) and name in self.words:
-            return True
+        if WORD.fullmatch(name):
+            return name in self.words or name in WORD.findall(edits)
         # Not within a longer word.
         start, end = (r"(?<!\w)" if name[0].isalnum() else ""), (r"(?!\w)" if name[-1].isalnum() else "")
         pattern = start + re.escape(name) + end
@@ -106,6 +107,16 @@ class Names:
 def parse(source: str) -> ast.Module:
     """Parse a source, once for all projects that have it."""
     return ast.parse(source)
+
+
+@cache
+def names_in(python: bool, source: str) -> set[str]:
+    """Return the names in a source: in Python, those of the syntax tree, and strings of one word, such as a choice."""
+    if not python:
+        return set(WORD.findall(re.sub(r"(?<!\S)#.*", "", source)))
+    values = [value for node in ast.walk(parse(source)) for _, value in ast.iter_fields(node)]
+    words = [word for value in values for word in (value if isinstance(value, list) else [value])]
+    return {part for word in words if isinstance(word, str) for part in word.split(".") if WORD.fullmatch(part)}
 
 
 def classes(trees: list[ast.Module], name: str) -> Iterator[ast.ClassDef]:

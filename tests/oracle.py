@@ -1,7 +1,8 @@
 """What a run has to give, however it is split: a plain loop in PyTorch and NumPy, written from the documented rules.
 
-It shares nothing with a rendered project but the network: data, order, augmentation, loss, clipping, AdamW, schedule
-and evaluation are written out here, so that it cannot repeat a mistake of the project's own. It computes in float64.
+Of a rendered project it uses only the network, with its initial weights, and ``digits.npz``: data, order, augmentation,
+loss, clipping, AdamW, schedule and evaluation are written out here, so that it cannot repeat a mistake of the project's
+own. It computes in float64.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Oracle:
     """What a run has to log of each step and each evaluation, and its final weights."""
 
     records: list[dict[str, float]] = field(default_factory=list)
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -126,12 +127,14 @@ def train(package: Path, task: str, settings: Settings) -> Oracle:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Return the metrics of a whole test split, each sample once."""
     outputs = model(inputs)
     loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten()).item()
     if targets.dim() == 1:
-        metrics = {"accuracy": (outputs.argmax(1) == targets).double().mean().item()}
+        right = (outputs.argmax(1) == targets).double()
+        of_class = [right[targets == label].mean().item() for label in range(10)]
+        metrics = {"accuracy": right.mean().item(), "class_accuracy": of_class}
     else:
         metrics = {"bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)}
     return {"num_samples": len(inputs), "loss": loss, **metrics}

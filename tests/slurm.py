@@ -11,11 +11,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import processes, wait_until
+from runs import free_ports, processes, started, wait_until
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # The daemons are in sbin, which is not on every user's path.
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
@@ -95,23 +95,13 @@ class Slurm:
 @contextmanager
 def daemon(*words: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
     """Run a program until the end of a ``with`` block."""
-    with open(log, "wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output, env=os.environ | environment)
-    try:
-        yield
-    finally:
-        process.terminate()
+    with started(*words, cwd=log.parent, log=log, **environment) as process:
         try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def free_ports(number: int) -> list[int]:
-    """Return ports that are not in use."""
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(number)]
+            yield
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
 
 
 def write_files(folder: Path) -> dict[str, str]:

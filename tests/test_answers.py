@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import ask, check_project, load_hook, only_project, retry
+from answers import DEFAULT_SLUGS, ask, check_project, load_hook, only_project, retry
 from conftest import CHOICES, CONTEXT, TEMPLATE, Bake, read_tree, run
 from cookiecutter.main import cookiecutter
 from packaging.requirements import Requirement
@@ -80,21 +80,6 @@ ACCEPTED = [
     "x" * 500,
 ]
 
-DEFAULT_SLUGS = {
-    "My Experiment": "my-experiment",
-    "  Über  Netz 2!": "uber-netz-2",
-    "東京": "dong-jing",
-    "🔥": "my-experiment",
-    "!!!": "my-experiment",
-    '"': "my-experiment",
-    "2024 Results": "experiment-2024-results",
-    "Test": "my-test",
-    "torch": "my-torch",
-    "Typing Extensions": "my-typing-extensions",
-    "Class": "my-class",
-    "word " * 100: "word-word-word-word-word-word-word-word-word",
-}
-
 
 @pytest.mark.parametrize("answers", [{"paralelism": "ddp"}, {"tracker": "tensorbored"}, {"docker": "false"}])
 def test_the_fixture_rejects_unknown_questions_and_choices(bake: Bake, answers: dict[str, str]) -> None:
@@ -107,6 +92,7 @@ def test_an_answer_that_cannot_work_is_rejected_with_a_command_that_works(
     question: str, answer: str, reason: str, tmp_path: Path
 ) -> None:
     result = ask(tmp_path, launcher="spawn", **{question: answer})
+    assert result.returncode == 1
     message = result.stderr.splitlines()[0]
     assert message.startswith(f"error: {question} is {answer!r}, which ")
     assert reason in message

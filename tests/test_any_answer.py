@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,13 @@ def test_a_rejected_answer_comes_with_a_command_that_works(
     else:
         assert fault[0] not in kept
         assert kept >= better.keys() - {"project_name", "author", "project_slug"}
+
+
+def test_the_command_renders_the_same_version_of_the_template_to_the_same_folder(hook: dict[str, Any]) -> None:
+    places = {"_template": "gh:someone/fork", "_checkout": "v1", "_output_dir": "my projects"}
+    words = shlex.split(hook["command"](hook["ANSWERS"] | places))
+    expected = ["gh:someone/fork", "--checkout", "v1", "--output-dir", "my projects", "--no-input"]
+    assert words[: len(expected) + 1] == ["cookiecutter", *expected]
 
 
 @settings(PROPERTY, max_examples=80)

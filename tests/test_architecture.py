@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from architecture import ROOMS, TOP, Package, circles, functions, inside, sizes, upward
-from conftest import CHOICES, Bake
+from conftest import CHOICES, TEMPLATE, Bake
 
 every_package = pytest.mark.parametrize(
     ("parallelism", "task"), [(p, task) for p in CHOICES["parallelism"] for task in CHOICES["task"]]
@@ -56,7 +56,16 @@ def test_sizes(baked: Bake, parallelism: str, task: str) -> None:
 
 
 def test_size_of_the_default_package(baked: Bake) -> None:
-    assert sum(Package(baked()).lines.values()) <= 4800
+    assert sum(Package(baked()).lines.values()) <= 5100
+
+
+def test_the_readme_says_how_long_the_files_are(baked: Bake) -> None:
+    """Rounded to ten lines."""
+    strategies = [package_of(baked, name, "digits").lines for name in CHOICES["parallelism"]]
+    least, most = (round(limit(lines["parallel"] for lines in strategies), -1) for limit in (min, max))
+    readme = " ".join((TEMPLATE / "README.md").read_text().split())
+    assert f"`parallel.py` ({least} to {most} lines)" in readme
+    assert f"one file of {round(strategies[0]['train'], -1)} lines" in readme
 
 
 def test_each_room_says_what_it_is_for(baked: Bake) -> None:

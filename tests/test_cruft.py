@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Bake, copy_tracked, read_tree, run
+from runs import commit
 
 CRUFT = Path(sys.executable).with_name("cruft")
 
@@ -19,15 +20,6 @@ def repository(tmp_path: Path) -> Path:
     copy_tracked(copy)
     commit(copy)
     return copy
-
-
-def commit(folder: Path) -> None:
-    """Commit all files of a folder, and create its git repository first if there is none."""
-    if not (folder / ".git").exists():
-        run("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
-    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
-    run("git", "add", "--all", cwd=folder)
-    run("git", *identity, "commit", "--quiet", "--no-verify", "--message", "all", cwd=folder)
 
 
 def test_cruft_update_applies_template_changes_and_new_answers(repository: Path, tmp_path: Path, bake: Bake) -> None:

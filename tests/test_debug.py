@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -20,19 +19,13 @@ from typing import Any
 import pytest
 from conftest import Bake, run
 from dap import Session, line_of
-from runs import SHORT, launch, losses
+from runs import SHORT, free_port, launch, losses, started, taken_port
 
 pytestmark = pytest.mark.slow
 
 SHORT_TIMEOUTS = "--distributed.timeout_seconds 1 --distributed.startup_timeout_seconds 1".split()
 PAUSE = 5  # Seconds; longer than these timeouts, which must not apply while debugging.
 Stop = tuple[Session, int]  # A session, and the id of its stopped thread.
-
-
-def free_port() -> int:
-    """Return a port that is not in use."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def package_of(project: Path) -> Path:
@@ -59,16 +52,11 @@ def wait_for_text(path: Path, text: str) -> None:
 @contextmanager
 def start_launcher(project: Path, output: Path, port: int, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
     """Start two ranks with the shipped launcher, yield it when rank 1 waits for a debugger, and kill it at the end."""
-    environment = {"PYTHON": sys.executable, "NPROC": "2", "DEBUG_RANK": "1", "DEBUG_PORT": str(port)}
-    with output.open("w") as file:
-        command = (project / "scripts/launch.sh", "train", *arguments)
-        launcher = subprocess.Popen(command, cwd=project, env=os.environ | environment, stdout=file, stderr=file)
-        try:
-            wait_for_text(output, f"rank 1 waits for a debugger at 127.0.0.1:{port}\n")
-            yield launcher
-        finally:
-            launcher.kill()
-            launcher.wait()
+    environment = {"NPROC": "2", "DEBUG_RANK": "1", "DEBUG_PORT": str(port)}
+    command = (project / "scripts/launch.sh", "train", *arguments)
+    with started(*command, cwd=project, log=output, **environment) as launcher:
+        wait_for_text(output, f"rank 1 waits for a debugger at 127.0.0.1:{port}\n")
+        yield launcher
 
 
 # At the second breakpoint, a thread of the other rank waits in the process group of sharded checkpoints.
@@ -133,9 +121,8 @@ def test_a_run_continues_after_a_breakpoint_in_rank_1(
 def test_invalid_debugger_settings_are_reported_in_one_line(
     plain: Path, tmp_path: Path, environment: dict[str, str], message: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = str(server.getsockname()[1])
-        environment = {name: value.replace("TAKEN", taken) for name, value in environment.items()}
+    with taken_port() as port:
+        environment = {name: value.replace("TAKEN", str(port)) for name, value in environment.items()}
         command = (plain / "scripts/launch.sh", "train", *SHORT, "--run.dir", tmp_path / "run")
         result = run(*command, cwd=plain, expect=2, **{"NPROC": "2", **environment})
     assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1, (
@@ -206,13 +193,9 @@ def start_adapter(folder: Path) -> Iterator[int]:
     """Start debugpy's adapter, as VS Code does for a session, yield its port, and kill it at the end."""
     endpoints = folder / "endpoints.json"
     command = [sys.executable, "-m", "debugpy.adapter", "--host", "127.0.0.1", "--port", "0"]
-    process = subprocess.Popen(command, env=os.environ | {"DEBUGPY_ADAPTER_ENDPOINTS": str(endpoints)})
-    try:
+    with started(*command, cwd=folder, log=folder / "adapter.log", DEBUGPY_ADAPTER_ENDPOINTS=str(endpoints)):
         wait_for_text(endpoints, "}}")
         yield json.loads(endpoints.read_text())["client"]["port"]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def debug_process(port: int, settings: dict[str, Any], file: Path, point: dict[str, Any], stops: Queue[Stop]) -> None:

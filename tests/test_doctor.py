@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Bake, run
 from machines import Machines, start_on_both
-from runs import launch
+from runs import free_port, launch, started, taken_port
 
 pytestmark = pytest.mark.slow
 
@@ -75,19 +74,6 @@ def failed_rows(rows: dict[str, set[str]]) -> set[str]:
     return {name for name, states in rows.items() if "fail" in states}
 
 
-@contextmanager
-def taken_port() -> Iterator[int]:
-    """Listen at a port until the end of the ``with`` block, and yield the port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
-def free_port() -> str:
-    """Return a port that is not in use."""
-    with taken_port() as port:
-        return str(port)
-
-
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_a_healthy_machine_passes(plain: Path, tmp_path: Path, nproc: int) -> None:
     """Two ranks, under both launchers and every strategy, are in test_matrix.py."""
@@ -102,6 +88,16 @@ def test_a_healthy_machine_passes(plain: Path, tmp_path: Path, nproc: int) -> No
     if nproc > 1:
         check_bandwidth(table["all-reduce of 8 MiB"][0][1], nproc)
         assert table["point to point"][0][1].startswith(f"slowest of {nproc} link(s): ranks ")
+
+
+def test_ranks_share_the_processors(plain: Path, tmp_path: Path) -> None:
+    """Those of a machine that has 14, according to its program ``nproc``."""
+    (tmp_path / "nproc").write_text("#!/bin/sh\necho 14\n")
+    (tmp_path / "nproc").chmod(0o755)
+    # By default, PyTorch's MKL starts no more threads than this machine has processors.
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "", "MKL_DYNAMIC": "FALSE"}
+    table = rows_of(launch(plain, "doctor", *ON_CPU, "--run.dir", tmp_path / "run", **environment).stdout)
+    assert table["device"][0][1].endswith("2 rank(s) on this machine with 7 thread(s) each")
 
 
 def check_bandwidth(finding: str, world_size: int) -> None:
@@ -154,12 +150,10 @@ def test_a_low_limit_of_open_files_fails_its_row(plain: Path, tmp_path: Path) ->
 
 
 def test_a_run_directory_locked_by_another_run_fails_the_run_dir_row(plain: Path, tmp_path: Path) -> None:
-    lock = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
-    command = [sys.executable, "-c", lock, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    lock = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); "
+    with started(sys.executable, "-c", lock + "time.sleep(1000)", tmp_path / ".lock", cwd=tmp_path) as other:
         assert other.stdout and other.stdout.readline()
         assert failed_rows(run_doctor(plain, "--run.dir", tmp_path)) == {"run.dir"}
-        other.communicate(b"\n")
 
 
 @needs_namespaces
@@ -189,24 +183,25 @@ def test_an_unresolvable_host_name_only_warns_on_a_single_machine(plain: Path, t
     assert single_machine["host name"] == {"warn"}
     rank_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     arguments = ("--run.dir", tmp_path, "--distributed.startup_timeout_seconds", "2")
-    rows = run_doctor(plain, *arguments, prefix=renamed, MASTER_PORT=free_port(), **rank_0)
+    rows = run_doctor(plain, *arguments, prefix=renamed, MASTER_PORT=str(free_port()), **rank_0)
     assert failed_rows(rows) == {"host name", "ranks"}  # Rank 1 is never started.
 
 
 def run_two_ranks(projects: list[Path], commands: list[list[str | Path]], folder: Path) -> list[tuple[int, str]]:
     """Start two ranks without a launcher, wait for them, and return their exit codes and outputs."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, "--run.dir", str(folder)],
-            cwd=project,
-            env=os.environ | environment | {"RANK": str(rank), "PYTHONPATH": "src"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, (project, command) in enumerate(zip(projects, commands, strict=True))
-    ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment["PYTHONPATH"] = "src"
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(*command, "--run.dir", folder, cwd=project, RANK=str(rank), **environment))
+            for rank, (project, command) in enumerate(zip(projects, commands, strict=True))
+        ]
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 

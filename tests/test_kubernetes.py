@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 import yaml
 from conftest import CHOICES, Bake
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
-from runs import records
+from runs import free_port, records, started
 
 Document = dict[str, Any]
 
@@ -199,16 +198,14 @@ class Pods:
     def __init__(self, project: Path, document: Document, *arguments: str) -> None:
         self.project, self.document, self.arguments = project, document, arguments
         self.started: list[subprocess.Popen[str]] = []
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            self.port = str(server.getsockname()[1])
+        self.stack = ExitStack()
+        self.port = str(free_port())
 
     def __enter__(self) -> Pods:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pod in self.started:
-            pod.kill()  # Its ranks end with it.
+        self.stack.close()
 
     def start(self, index: int) -> subprocess.Popen[str]:
         """Start a pod, with the variables that the cluster would fill in, and return its process."""
@@ -225,8 +222,7 @@ class Pods:
             variables |= {"HEAD": "127.0.0.1", "PORT": self.port}
         variables |= {"NPROC": "1", "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
         command, log = [*container["command"], *arguments], self.project / f"{len(self.started)}.log"
-        with open(log, "w") as file:
-            pod = subprocess.Popen(command, cwd=self.project, env=os.environ | variables, stdout=file, stderr=file)
+        pod = self.stack.enter_context(started(*command, cwd=self.project, log=log, **variables))
         self.started.append(pod)
         return pod
 

@@ -8,12 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Bake
-from runs import SHORT, alone, processes, records, wait_until
+from runs import (
+    ENDLESS,
+    SHORT,
+    TOLERANCE,
+    alone,
+    find_ranks,
+    processes,
+    records,
+    started,
+    wait_for_step,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,7 +46,7 @@ def losses(folder: Path, event: str = "train") -> list[tuple[int, float]]:
 
 def approximately(exact: list[tuple[int, float]]) -> list[tuple[int, object]]:
     """Return the same losses with a tolerance for rounding."""
-    return [(step, pytest.approx(loss, rel=1e-5)) for step, loss in exact]
+    return [(step, pytest.approx(loss, rel=TOLERANCE)) for step, loss in exact]
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +57,11 @@ def reference(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(project: Path, *command: str | Path, log: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """Start a command of a rendered project in the background, and return its process."""
-    return subprocess.Popen(
-        [str(argument) for argument in command],
-        cwd=project,
-        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": "src", "NPROC": "2"} | environment,
-        stdout=log.open("wb"),
-        stderr=subprocess.STDOUT,
-    )
+def start(
+    project: Path, *command: str | Path, log: Path, **environment: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    """Start a command of a rendered project for the duration of a ``with`` block."""
+    return started(*command, cwd=project, log=log, PYTHONPATH="src", NPROC="2", **environment)
 
 
 def find_processes(folder: Path) -> list[int]:
@@ -75,8 +83,8 @@ def test_a_run_under_mpirun_has_the_same_losses(
     plain: Path, reference: Path, kind: str, ranks: int, tmp_path: Path
 ) -> None:
     command = mpi_command(kind, plain, "train", *SHORT, "--run.dir", tmp_path / "run", ranks=ranks)
-    launcher = start(plain, *command, log=tmp_path / "log")
-    assert launcher.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
+    with start(plain, *command, log=tmp_path / "log") as launcher:
+        assert launcher.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
     assert losses(tmp_path / "run") == approximately(losses(reference)[:6])
     assert f"on {ranks} rank(s)" in (tmp_path / "log").read_text()
 
@@ -84,28 +92,27 @@ def test_a_run_under_mpirun_has_the_same_losses(
 def test_ranks_under_mpirun_can_rendezvous_through_a_file(plain: Path, reference: Path, tmp_path: Path) -> None:
     rendezvous = ["--distributed.init_method", f"file://{tmp_path}/meet"]
     command = mpi_command("Open MPI", plain, "train", *SHORT, "--run.dir", tmp_path / "run", *rendezvous)
-    assert start(plain, *command, log=tmp_path / "log").wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
+    with start(plain, *command, log=tmp_path / "log") as launcher:
+        assert launcher.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
     assert losses(tmp_path / "run") == approximately(losses(reference)[:6])
 
 
 @pytest.mark.parametrize("kind", MPI)
 def test_an_invalid_setting_under_mpirun_is_reported_once(plain: Path, kind: str, tmp_path: Path) -> None:
     command = mpi_command(kind, plain, "train", "--data.global_batch_size", "63", "--run.dir", tmp_path / "run")
-    assert start(plain, *command, log=tmp_path / "log").wait(TIMEOUT) == 2
+    with start(plain, *command, log=tmp_path / "log") as launcher:
+        assert launcher.wait(TIMEOUT) == 2
     assert (tmp_path / "log").read_text().count("error: data.global_batch_size is 63") == 1
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", MPI)
 def test_ranks_end_when_mpirun_is_killed(plain: Path, kind: str, tmp_path: Path) -> None:
-    command = mpi_command(
-        kind, plain, "train", "--train.epochs", "1000", "--train.log_every", "1", "--run.dir", tmp_path / "run"
-    )
-    launcher = start(plain, *command, log=tmp_path / "log")
-    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() or launcher.poll() is not None, "it trains", TIMEOUT)
-    launcher.kill()
-    assert launcher.wait(TIMEOUT) == -signal.SIGKILL
-    wait_until(lambda: not find_processes(tmp_path / "run"), "all ranks end", TIMEOUT)
+    command = mpi_command(kind, plain, "train", *SHORT, *ENDLESS, "--run.dir", tmp_path / "run")
+    with start(plain, *command, log=tmp_path / "log") as launcher:
+        wait_for_step(1, tmp_path / "run", launcher, tmp_path / "log")
+        launcher.kill()
+        wait_until(lambda: not find_processes(tmp_path / "run"), "all ranks end", TIMEOUT)
 
 
 def test_jobs_can_run_at_the_same_time(baked: Bake, plain: Path, reference: Path, tmp_path: Path) -> None:
@@ -114,11 +121,14 @@ def test_jobs_can_run_at_the_same_time(baked: Bake, plain: Path, reference: Path
         "again": (plain, ["scripts/launch.sh"]),
         "spawn": (baked(launcher="spawn"), ["scripts/launch.sh"]),
     }
-    started = [
-        start(project, *command, "train", *SHORT, "--run.dir", tmp_path / name, log=tmp_path / f"{name}.log")
-        for name, (project, command) in jobs.items()
-    ]
-    assert [launcher.wait(TIMEOUT) for launcher in started] == [0, 0, 0]
+    with ExitStack() as stack:
+        launchers = [
+            stack.enter_context(
+                start(project, *command, "train", *SHORT, "--run.dir", tmp_path / name, log=tmp_path / f"{name}.log")
+            )
+            for name, (project, command) in jobs.items()
+        ]
+        assert [launcher.wait(TIMEOUT) for launcher in launchers] == [0, 0, 0]
     for name in jobs:
         assert losses(tmp_path / name) == approximately(losses(reference)[:6])
 
@@ -127,22 +137,13 @@ def test_jobs_can_run_at_the_same_time(baked: Bake, plain: Path, reference: Path
 def test_a_stop_signal_to_one_rank_stops_all_ranks(baked: Bake, reference: Path, launcher: str, tmp_path: Path) -> None:
     project, folder = baked(launcher=launcher), tmp_path / "run"
     command = ["scripts/launch.sh", "train", *LONG, "--train.max_steps", "400", "--run.dir", folder]
-    job = start(project, *command, log=tmp_path / "log")
-    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2, "step 2 is logged", TIMEOUT)
-    os.kill(find_ranks(job)[1], signal.SIGUSR1)
-    assert job.wait(TIMEOUT) == 0, "the launcher must exit with 0 after its ranks stop"
-    assert find_processes(folder) == []
+    with start(project, *command, log=tmp_path / "log") as job:
+        wait_for_step(2, folder, job, tmp_path / "log")
+        os.kill(find_ranks(job)[1], signal.SIGUSR1)
+        assert job.wait(TIMEOUT) == 0, "the launcher must exit with 0 after its ranks stop"
+        assert find_processes(folder) == []
     assert "stopped by SIGUSR1 after step" in (tmp_path / "log").read_text()
     assert (folder / f"checkpoints/step-{len(losses(folder)):08d}.pt").exists()
-
-
-def find_ranks(job: subprocess.Popen[bytes]) -> list[int]:
-    """Return the process ids of a launcher's ranks, sorted: a launcher starts its ranks in order."""
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return sorted(
-        pid for pid, line in commands.items() if b" train" in line.replace(b"\0", b" ") or b"spawn_main" in line
-    )
 
 
 def test_an_interrupted_evaluation_is_repeated_after_resuming(bake: Bake, reference: Path, tmp_path: Path) -> None:
@@ -151,17 +152,18 @@ def test_an_interrupted_evaluation_is_repeated_after_resuming(bake: Bake, refere
     source = dataset.read_text()
     command = ["scripts/launch.sh", "train", *LONG, "--data.eval_batch_size", "1", "--run.dir", folder]
     dataset.write_text(source + SLOW_METRICS)
-    job = start(project, *command, log=tmp_path / "log")
-    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) == 8, "step 8 is logged", TIMEOUT)
-    time.sleep(0.5)  # Interrupt the evaluation that follows step 8.
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(TIMEOUT) != 0
+    with start(project, *command, log=tmp_path / "log") as job:
+        wait_for_step(8, folder, job, tmp_path / "log")
+        time.sleep(0.5)  # Interrupt the evaluation that follows step 8.
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(TIMEOUT) != 0
     assert "stopped by SIGTERM after step 8" in (tmp_path / "log").read_text()
     saved = torch.load(folder / "checkpoints/step-00000008.pt", weights_only=True)
     assert saved["progress"]["evaluated_step"] == 0 and not records(folder, "eval")
 
     dataset.write_text(source)
-    assert start(project, *command, log=tmp_path / "log").wait(TIMEOUT) == 0
+    with start(project, *command, log=tmp_path / "log") as job:
+        assert job.wait(TIMEOUT) == 0
     assert losses(folder) == approximately(losses(reference))
     assert losses(folder, "eval") == approximately(losses(reference, "eval"))
     saved = torch.load(sorted((folder / "checkpoints").iterdir())[-1], weights_only=True)
@@ -185,10 +187,10 @@ def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
 def test_torchrun_restarts_the_ranks_when_one_is_killed(plain: Path, reference: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = ["scripts/launch.sh", "train", *LONG, "--checkpoint.every_steps", "4", "--run.dir", folder]
-    job = start(plain, *command, log=tmp_path / "log", MAX_RESTARTS="1")
-    wait_until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 6, "step 6 is logged", TIMEOUT)
-    os.kill(find_ranks(job)[1], signal.SIGKILL)
-    assert job.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
+    with start(plain, *command, log=tmp_path / "log", MAX_RESTARTS="1") as job:
+        wait_for_step(6, folder, job, tmp_path / "log")
+        os.kill(find_ranks(job)[1], signal.SIGKILL)
+        assert job.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
     output = (tmp_path / "log").read_text()
     assert "step 0 of 20" in output and "step 4 of 20" in output
     assert losses(folder) == approximately(losses(reference))

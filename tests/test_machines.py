@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from conftest import CHOICES, Bake
-from machines import Machine, Machines, start_on_both
-from runs import SHORT, alone, checkpoints, losses
+from machines import Machines, start_on_both
+from runs import SHORT, TOLERANCE, alone, checkpoints, find_ranks, last_step, losses
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def expected(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> list[floa
     return losses(folder)
 
 
-def wait_until(condition: Callable[[], bool], launchers: list[subprocess.Popen[bytes]]) -> None:
+def wait_until(condition: Callable[[], bool], launchers: list[subprocess.Popen[str]]) -> None:
     """Wait until a condition is true; fail if a launcher ends first."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], bool], launchers: list[subprocess.Popen[b
         time.sleep(0.02)
 
 
-def wait_for_exit(launchers: list[subprocess.Popen[bytes]]) -> list[int]:
+def wait_for_exit(launchers: list[subprocess.Popen[str]]) -> list[int]:
     """Wait until both launchers end, and return their exit codes."""
     return [launcher.wait(timeout=TIMEOUT) for launcher in launchers]
 
@@ -49,11 +49,6 @@ def assert_no_processes_left(machines: Machines) -> None:
     while left := [machine.processes() for machine in machines if machine.processes()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-def last_step(folder: Path) -> int:
-    """Return the last logged step of a run that logs every step."""
-    return len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
 @pytest.mark.parametrize("launcher", CHOICES["launcher"])
@@ -78,14 +73,8 @@ def test_a_run_resumes_after_the_link_is_cut(
     machines[0].ip("link", "set", "wire", "up")
     assert wait_for_exit(start_on_both(machines, project, *arguments, logs=tmp_path / "again")) == [0, 0]
     assert "step 10 of" in (tmp_path / "again/0.log").read_text()
-    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert losses(folder) == pytest.approx(expected, rel=TOLERANCE)
     assert_no_processes_left(machines)
-
-
-def find_ranks(machine: Machine) -> list[int]:
-    """Return the ids of the processes on a machine that torchrun started as ranks."""
-    environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in machine.processes()}
-    return [pid for pid, environment in environments.items() if b"\0LOCAL_RANK=" in environment]
 
 
 def test_torchrun_restarts_the_ranks_of_both_machines_when_one_is_killed(
@@ -99,9 +88,9 @@ def test_torchrun_restarts_the_ranks_of_both_machines_when_one_is_killed(
     arguments = [*TRAIN, "--checkpoint.every_steps", "5", "--checkpoint.resume", "never", "--run.dir", folder]
     launchers = start_on_both(machines, baked(), *arguments, logs=tmp_path, MAX_RESTARTS="1")
     wait_until(lambda: last_step(folder) >= 12, launchers)
-    os.kill(find_ranks(machines[1])[0], signal.SIGKILL)
+    os.kill(find_ranks(launchers[1])[0], signal.SIGKILL)
     assert wait_for_exit(launchers) == [0, 0]
-    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert losses(folder) == pytest.approx(expected, rel=TOLERANCE)
     output = "".join((tmp_path / f"{rank}.log").read_text() for rank in (0, 1))
     assert "step 0 of" in output and "step 10 of" in output
     assert_no_processes_left(machines)
@@ -118,5 +107,5 @@ def test_a_strategy_has_the_same_losses_on_two_machines(
     project, folder = baked(parallelism=parallelism), tmp_path / "run"
     launchers = start_on_both(machines, project, "train", *SHORT, "--run.dir", folder, logs=tmp_path)
     assert wait_for_exit(launchers) == [0, 0], (tmp_path / "0.log").read_text()
-    assert losses(folder) == pytest.approx(expected[:6], rel=1e-5)
+    assert losses(folder) == pytest.approx(expected[:6], rel=TOLERANCE)
     assert checkpoints(folder) == ["step-00000006.pt"]

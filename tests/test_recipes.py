@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import CHOICES, Bake, run
 from recipes import Edit, apply
-from runs import alone, launch, losses, records, weights
-from test_experiments import TOLERANCE, assert_close, kill_after
+from runs import TOLERANCE, alone, assert_close, assert_same_weights, kill_after, launch, losses, records, resume
 
 STEPS = "--train.max_steps 8 --train.log_every 1 --train.eval_every 4 --checkpoint.every_steps 2".split()
 CPU = ("--distributed.device", "cpu")
@@ -59,15 +57,15 @@ def count_changes(edits: list[Edit], project: Path) -> tuple[int, int]:
     return sum(line.startswith("+ ") for line in lines), len(before)
 
 
-def arguments(recipe: str, project: Path, folder: Path) -> list[str | Path]:
-    """Return the arguments with which the recipe trains, but for a few steps."""
+def arguments(recipe: str, project: Path) -> list[str]:
+    """Return the arguments with which the recipe trains, but for a few steps, and without its run directory."""
     text = (project / "docs" / f"{recipe}.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"^scripts/launch\.sh train(.*)$", text, re.MULTILINE)
     words = shlex.split(commands[-1]) if commands else []
     if "--run.dir" in words:
         at = words.index("--run.dir")
         del words[at : at + 2]
-    return [*words, *STEPS, *CPU, "--run.dir", folder]
+    return [*words, *STEPS, *CPU]
 
 
 @pytest.mark.slow
@@ -85,19 +83,18 @@ def test_a_recipe_trains_resumes_and_evaluates_the_same(bake: Bake, tmp_path: Pa
         (tmp_path / "pretrained/checkpoints/step-00000002.pt").rename(saved)
     apply(project / "docs" / f"{recipe}.md", project)
     prepare(recipe, project)
-    train = {name: arguments(recipe, project, tmp_path / name) for name in ("one", "two", "killed", "moved")}
-    launch(project, "train", *train["one"], nproc=1)
-    launch(project, "train", *train["two"], nproc=2)
+    words = arguments(recipe, project)
+    launch(project, "train", *words, "--run.dir", tmp_path / "one", nproc=1)
+    launch(project, "train", *words, "--run.dir", tmp_path / "two", nproc=2)
     assert len(losses(tmp_path / "one")) == 8
     assert_close(tmp_path / "two", tmp_path / "one")
     assert_same_metrics(tmp_path / "two", tmp_path / "one")
 
-    kill_after(5, project, tmp_path / "killed", *train["killed"][:-2])
-    launch(project, "train", *train["killed"], nproc=2)
-    ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "two")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    kill_after(5, project, tmp_path / "moved", *train["moved"][:-2])
-    launch(project, "train", *train["moved"], nproc=1)
+    kill_after(3, project, tmp_path / "killed", *words)
+    resume(project, tmp_path / "killed", *words)
+    assert_same_weights(tmp_path / "killed", tmp_path / "two")
+    kill_after(3, project, tmp_path / "moved", *words)
+    resume(project, tmp_path / "moved", *words, nproc=1)
     assert_close(tmp_path / "moved", tmp_path / "one")
 
     checkpoint = tmp_path / "two/checkpoints/step-00000008.pt"

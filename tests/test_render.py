@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import RULES
 from conftest import CHOICES, CONTEXT, TEMPLATE, Bake, read_tree, run
 from cookiecutter.main import cookiecutter
+from documents import commands, covering_answers, spans
 from prose import Document
 from rendering import Rendering, alike, covering, different, read, write
-from traces import EVERYWHERE, IN_PROSE, RULED_OUT, find_traces, words
+from traces import EVERYWHERE, IN_PROSE, RULED_OUT, find_traces, is_searched, words
 
 BIN = Path(sys.executable).parent
 PACKAGE = "src/my_experiment"
@@ -144,12 +146,25 @@ def test_a_project_has_no_traces_of_the_template_or_of_other_choices(rendering: 
 
 
 def test_each_trace_is_left_by_its_own_choice(rendering: Rendering) -> None:
-    """A pattern that matches nothing would find nothing elsewhere either."""
+    """Each alternative of a pattern: one that matches nothing here would find nothing elsewhere either."""
     for table, wanted in ((EVERYWHERE, True), (IN_PROSE, True), (RULED_OUT, False)):
         for (question, value), trace in table.items():
-            project = next(p for p in rendering.projects if (p.answers[question] == value) == wanted)
-            texts = [file.text for file in project.files.values() if not file.path.endswith(".npz")]
-            assert any(words(trace, text) for text in texts), trace
+            searched = [file for file in rendering.texts() if is_searched(file.path, table, question)]
+            owned = [f for f in searched if any((p.answers[question] == value) == wanted for p in rendering.owners[f])]
+            for word in trace.split("|"):
+                assert any(words(word, file.text) for file in owned), word
+
+
+def test_the_projects_of_the_tests_of_documents_show_everything(rendering: Rendering) -> None:
+    """Each line, name and command that the documents of any project have; tests/test_documents.py sees no others."""
+    chosen, shown, everything = [*covering_answers()], set(), set()
+    for file, owners in rendering.owners.items():
+        if file.path in ("README.md", "Makefile") or file.path.startswith("docs/"):
+            parts = {*file.text.splitlines(), *spans(file.text), *commands(file.text, set(RULES))}
+            everything |= parts
+            shown |= parts if any(project.answers in chosen for project in owners) else set()
+    assert everything - shown == set(), "let covering_answers in tests/documents.py draw others"
+    assert len(everything) > 1500
 
 
 def test_every_choice_changes_the_project(rendering: Rendering) -> None:
@@ -173,35 +188,59 @@ def test_rendering_depends_only_on_the_answers(bake: Bake, tmp_path: Path) -> No
     assert all(tree == trees[0] for tree in trees)
 
 
-def test_strategies_differ_only_in_the_expected_files(rendering: Rendering) -> None:
-    always = {"README.md", "parallel.py", "config.py", "preflight.py", "pyproject.toml"}
-    # Some strategies also differ in settings for micro-batches, the sharding of a block, pipeline stages, the bubble
-    # and its benchmark, the splits that the tests compare, and the number of processes that editors and scripts start.
-    sometimes = {
-        *("default.yaml", "one_gpu.yaml", "eight_gpus.yaml", "model.py", "stages.py", "bubble.py", "benchmark.py"),
-        *("Makefile", "support.py", "launch.json", "train_on_two_ranks.run.xml", "launch.sh", "multinode.sh"),
-        *("train.sbatch", "job.yaml", "trainjob.yaml"),
-        # What a split between blocks needs, what recipes say about the strategy, and what one process need not test.
-        *("sequence.py", "__init__.py", "any_model.md", "contrastive.md", "ema.md", "gan.md", "transformers.md"),
-        "test_training.py",
-    }
-    for first, *others in alike(rendering.projects, "parallelism"):
-        for other in others:
-            names = {Path(path).name for path in different(first, other)}
-            assert always <= names <= always | sometimes, other.answers
+def package(*names: str) -> set[str]:
+    return {f"{PACKAGE}/{name}" for name in names}
 
 
-def test_the_other_questions_change_only_separate_files(rendering: Rendering) -> None:
-    own_files = {
-        "cluster": {
-            *("README.md", ".gitignore", "scripts/train.sbatch"),
-            *("scripts/volume.yaml", "scripts/job.yaml", "scripts/trainjob.yaml"),
-        },
-        "docker": {"README.md", "Dockerfile", ".dockerignore", ".devcontainer.json"},
-        "license": {"LICENSE"},
-    }
-    assert own_files.keys() == CHOICES.keys() - {"parallelism", "task", "launcher", "tracker"}
-    for question, files in own_files.items():
-        for first, *others in alike(rendering.projects, question):
-            for other in others:
-                assert different(first, other) <= files | {"pyproject.toml"}, other.answers
+def docs(*recipes: str) -> set[str]:
+    return {f"docs/{recipe}.md" for recipe in recipes}
+
+
+EXPERIMENTS = {f"configs/{name}.yaml" for name in ("default", "one_gpu", "eight_gpus")}
+# What every strategy has its own version of.
+STRATEGY = {"README.md", "tests/support.py", *package("parallel.py", "config.py", "launch/preflight.py")}
+# The files that the answer to a question changes, besides pyproject.toml, which records the answers.
+CHANGED = {
+    "parallelism": {
+        *STRATEGY,
+        # Micro-batches, how a block is sharded, what a split between blocks needs, and the pipeline's bubble.
+        *EXPERIMENTS,
+        *package("model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py"),
+        *package("reporting/benchmark.py", "reporting/bubble.py"),
+        # How many processes are started.
+        *("Makefile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),
+        *(".run/train_on_two_ranks.run.xml", "scripts/train.sbatch", "scripts/job.yaml", "scripts/trainjob.yaml"),
+        # What recipes say about the strategy, and what one process need not test.
+        *docs("any_model", "contrastive", "ema", "gan", "transformers"),
+        "tests/test_training.py",
+    },
+    "task": {
+        *("README.md", "LICENSE", "tests/support.py", "tests/test_dataset.py", "tests/test_generate.py"),
+        *EXPERIMENTS,
+        *package("model.py", "dataset.py", "config.py", "launch/preflight.py", "digits.npz", "digits.md"),
+        *package("generate.py", "__main__.py"),
+        *docs("any_model", "contrastive", "ema", "finetune", "gan", "images", "stream", "table", "transformers"),
+    },
+    "launcher": {
+        *("README.md", "scripts/launch.sh", ".vscode/launch.json", ".run/train_on_two_ranks.run.xml"),
+        *("scripts/job.yaml", "scripts/trainjob.yaml", *package("launch/spawn.py", "launch/values.py")),
+    },
+    "cluster": {
+        *("README.md", ".gitignore", "scripts/train.sbatch"),
+        *("scripts/volume.yaml", "scripts/job.yaml", "scripts/trainjob.yaml"),
+    },
+    "tracker": {"README.md", "Makefile", "Dockerfile", "constraints.txt", *package("reporting/tracker.py")},
+    "docker": {"README.md", "Dockerfile", ".dockerignore", ".devcontainer.json"},
+    "license": {"LICENSE"},
+}
+
+
+def test_an_answer_changes_only_the_expected_files(rendering: Rendering) -> None:
+    """By their whole paths; and a file that no answer to the question changes is not expected."""
+    assert CHANGED.keys() == CHOICES.keys()
+    for question, expected in CHANGED.items():
+        pairs = [(first, other) for first, *others in alike(rendering.projects, question) for other in others]
+        changes = [different(first, other) - {"pyproject.toml"} for first, other in pairs]
+        assert set().union(*changes) == expected, question
+        if question == "parallelism":
+            assert all(change >= STRATEGY for change in changes)

@@ -10,11 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CHOICES, Bake, run
-from runs import SHORT, alone, checkpoints, launch, losses, plant, weights, world_size
+from runs import (
+    SHORT,
+    TOLERANCE,
+    alone,
+    assert_close,
+    assert_close_weights,
+    checkpoints,
+    launch,
+    losses,
+    plant,
+    weights,
+    world_size,
+)
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-5
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 Layout = tuple[str, str, int, str]
 # A layout: task, strategy, number of ranks, settings. The tests of the rendered projects cover the default layouts of
@@ -79,17 +90,7 @@ def test_a_layout_matches_one_process(
     train_layout: Callable[[Layout], Path], reference_runs: dict[str, Path], layout: Layout
 ) -> None:
     folder, reference = train_layout(layout), reference_runs[layout[0]]
-    assert losses(folder) == pytest.approx(losses(reference), rel=TOLERANCE)
-    assert_close(weights(folder), weights(reference))
-
-
-def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Assert that tensors have the same names, shapes and types, and differ by no more than rounding."""
-    assert {name: (t.shape, t.dtype) for name, t in ours.items()} == {
-        name: (t.shape, t.dtype) for name, t in theirs.items()
-    }
-    for name, tensor in ours.items():
-        assert (tensor - theirs[name]).norm() <= TOLERANCE * theirs[name].norm(), name
+    assert_close(folder, reference)
 
 
 @pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
@@ -108,7 +109,7 @@ def test_every_strategy_saves_the_checkpoint_of_one_process(
     ]
     assert tensors[0].keys() == tensors[1].keys()
     for name, expected in tensors[1].items():
-        assert_close(tensors[0][name], expected)
+        assert_close_weights(tensors[0][name], expected)
 
 
 @pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
@@ -119,7 +120,7 @@ def test_every_strategy_resumes_the_checkpoint_of_one_process(
     arguments = ("--run.dir", tmp_path, "--checkpoint.resume", checkpoint)
     launch(baked(parallelism=parallelism), "train", *SHORT, *arguments, nproc=world_size(parallelism))
     assert losses(tmp_path) == pytest.approx(losses(reference_runs["digits"])[3:], rel=TOLERANCE)
-    assert_close(weights(tmp_path), weights(reference_runs["digits"]))
+    assert_close_weights(weights(tmp_path), weights(reference_runs["digits"]))
 
 
 def test_a_run_resumes_from_sharded_checkpoints(baked: Bake, reference_losses: list[float], tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_run_resumes_from_a_converted_checkpoint(
         assert message in rejected.stderr and rejected.stderr.count("\n") == 1
     arguments = ("--run.dir", tmp_path / "b", "--checkpoint.resume", converted)
     launch(baked(parallelism="fsdp"), "train", *SHORT, *arguments)
-    assert losses(tmp_path / "b") == pytest.approx(reference_losses[3:], rel=1e-5)
+    assert losses(tmp_path / "b") == pytest.approx(reference_losses[3:], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

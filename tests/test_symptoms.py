@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +10,21 @@ from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, Bake, run
-from runs import SHORT, alone, find_marked_processes, launch, losses, plant, records, wait_until
+from runs import (
+    ENDLESS,
+    SHORT,
+    alone,
+    find_marked_processes,
+    free_port,
+    launch,
+    losses,
+    plant,
+    records,
+    started,
+    taken_port,
+    wait_for_step,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,18 +51,12 @@ def quoted_symptoms(project: Path) -> set[str]:
 
 def launch_failing_run(project: Path, *arguments: str | Path, nproc: int = 2, **environment: str) -> str:
     """Launch a run that must fail, check that it leaves no process behind, and return its output."""
-    mark = f"MARK={project}"
-    result = subprocess.run(
-        [project / "scripts/launch.sh", *arguments],
-        cwd=project,
-        env=os.environ | {"PYTHON": sys.executable, "NPROC": str(nproc), "MARK": str(project)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode not in (0, 124), result.stdout
-    assert find_marked_processes(mark) == []
-    return result.stdout + result.stderr
+    mark, command = str(project), (project / "scripts/launch.sh", *arguments)
+    with started(*command, cwd=project, NPROC=str(nproc), MARK=mark, **environment) as launcher:
+        stdout, stderr = launcher.communicate(timeout=300)
+        assert launcher.returncode not in (0, 124), stdout
+        assert find_marked_processes(mark) == []
+    return stdout + stderr
 
 
 def train_with_fault(project: Path, fault: str, nproc: int) -> str:
@@ -192,21 +197,21 @@ def test_parameters_without_a_gradient_do_not_change_the_losses(
 
 
 @pytest.fixture
-def taken_port() -> Iterator[int]:
+def busy_port() -> Iterator[int]:
     """A port that another program uses."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
+    with taken_port() as port:
+        yield port
 
 
 @reproduces("port in use on this machine")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
 def test_a_port_in_use_is_reported_in_one_line(
-    baked: Bake, symptom: str, launcher: str, taken_port: int, tmp_path: Path
+    baked: Bake, symptom: str, launcher: str, busy_port: int, tmp_path: Path
 ) -> None:
     project = baked(launcher=launcher)
-    arguments, rendezvous = ("train", *SHORT, "--run.dir", tmp_path / "run"), f"tcp://127.0.0.1:{taken_port}"
-    nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": str(taken_port)}
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken_port)}
+    arguments, rendezvous = ("train", *SHORT, "--run.dir", tmp_path / "run"), f"tcp://127.0.0.1:{busy_port}"
+    nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": str(busy_port)}
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port)}
     results = {
         "--distributed.init_method": launch(project, *arguments, "--distributed.init_method", rendezvous, expect=2),
         "PORT": run(project / "scripts/multinode.sh", *arguments, cwd=project, expect=2, **nodes),
@@ -215,24 +220,17 @@ def test_a_port_in_use_is_reported_in_one_line(
     assert symptom in quoted_symptoms(project)
     for setting, result in results.items():
         assert result.stderr.startswith(f"error: {symptom}: ") and result.stderr.count("\n") == 1, result.stderr
-        assert str(taken_port) in result.stderr and setting in result.stderr
+        assert str(busy_port) in result.stderr and setting in result.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def free_port(taken_port: int) -> str:
-    """A port that is not in use."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 SHORT_STARTUP_TIMEOUT = ("--distributed.startup_timeout_seconds", "5")
 
 
 @reproduces("did not reach the other")
-def test_a_rank_that_never_starts_is_reported(baked: Bake, symptom: str, free_port: str, tmp_path: Path) -> None:
+def test_a_rank_that_never_starts_is_reported(baked: Bake, symptom: str, tmp_path: Path) -> None:
     arguments = ("train", *SHORT, *SHORT_STARTUP_TIMEOUT, "--run.dir", tmp_path / "run")
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     result = alone(baked(), *arguments, expect=2, **environment)
     assert symptom in quoted_symptoms(baked())
     assert result.stderr.startswith("error: rank 0 ") and symptom in result.stderr and result.stderr.count("\n") == 1
@@ -240,12 +238,10 @@ def test_a_rank_that_never_starts_is_reported(baked: Bake, symptom: str, free_po
 
 @reproduces("clients joined")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_a_machine_that_never_starts_is_reported(
-    baked: Bake, symptom: str, launcher: str, free_port: str, tmp_path: Path
-) -> None:
+def test_a_machine_that_never_starts_is_reported(baked: Bake, symptom: str, launcher: str, tmp_path: Path) -> None:
     project = baked(launcher=launcher)
     arguments = ("train", *SHORT, *SHORT_STARTUP_TIMEOUT, "--run.dir", tmp_path / "run")
-    nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": free_port, "NPROC": "1"}
+    nodes = {"NODES": "2", "NODE_RANK": "0", "HEAD": "127.0.0.1", "PORT": str(free_port()), "NPROC": "1"}
     torchrun = launcher == "torchrun"  # torchrun itself waits for the other machines.
     result = run(project / "scripts/multinode.sh", *arguments, cwd=project, expect=1 if torchrun else 2, **nodes)
     last_line = result.stderr.splitlines()[-1]
@@ -275,44 +271,26 @@ def test_pgrep_lists_a_run_until_its_launcher_is_killed(bake: Bake, symptom: str
     project = bake(launcher=launcher)
     pgrep = next(iter(re.findall(r"`(pgrep [^`]+)`", (project / "README.md").read_text())))
     (project / ".venv").symlink_to(ENVIRONMENT)
-    arguments = ["train", *SHORT, "--train.max_steps", "1000000", "--train.epochs", "100000", "--run.dir", "run"]
-    environment = os.environ | {"NPROC": "2"}
-    launcher_process = subprocess.Popen(
-        [project / "scripts/launch.sh", *arguments, "--data.num_workers", "1"],
-        cwd=project,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments = ("train", *SHORT, *ENDLESS, "--data.num_workers", "1", "--run.dir", "run")
+    folder, log = project / "run", project / "log"
 
     def list_pids() -> list[int]:
         """Return the ids of this project's processes that the README's command lists."""
         lines = subprocess.run(pgrep.split(), capture_output=True, text=True).stdout.splitlines()
         return [int(line.split()[0]) for line in lines if str(project) in line]
 
-    try:
-        folder = project / "run"
-        wait_until(lambda: (folder / "metrics.jsonl").exists() and records(folder, "train"), "training started", 120)
+    # Without PYTHON, the launcher takes the project's environment, whose path is on each command line.
+    with started(project / "scripts/launch.sh", *arguments, cwd=project, log=log, NPROC="2", PYTHON="") as launcher:
+        wait_for_step(1, folder, launcher, log)
         # The launcher, two ranks, and a loader process per rank.
-        assert launcher_process.pid in list_pids() and len(list_pids()) >= 5
-        second = subprocess.run(
-            [project / ".venv/bin/python", "-m", "my_experiment", *arguments],
-            cwd=project,
-            env=environment | {"PYTHONPATH": "src"},
-            capture_output=True,
-            text=True,
-            timeout=300,
+        assert launcher.pid in list_pids() and len(list_pids()) >= 5
+        second = run(
+            *(project / ".venv/bin/python", "-m", "my_experiment", *arguments), cwd=project, PYTHONPATH="src", expect=2
         )
-        assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
+        assert second.stderr.count("\n") == 1, second.stderr
         assert symptom in second.stderr and symptom in quoted_symptoms(project)
-    finally:
-        launcher_process.send_signal(signal.SIGKILL)
-        launcher_process.wait()
-    try:
+        launcher.kill()
         wait_until(lambda: list_pids() == [], "no process is left", 120)
-    finally:  # Leave no process behind if the test fails.
-        for pid in list_pids():
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_every_quoted_symptom_is_reproduced(baked: Bake) -> None:

@@ -6,11 +6,7 @@ import json
 import os
 import pickle
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +17,29 @@ import pytest
 import torch
 import yaml
 from conftest import CHOICES, Bake
-from runs import SHORT, alone, checkpoints, launch, losses, plant, processes, records, task_of, wait_until, weights
+from runs import (
+    ENDLESS,
+    SHORT,
+    alone,
+    assert_same_weights,
+    checkpoints,
+    commit,
+    edit,
+    find_marked_processes,
+    free_port,
+    kill_after,
+    last_step,
+    launch,
+    losses,
+    plant,
+    processes,
+    records,
+    resume,
+    started,
+    task_of,
+    wait_for_step,
+    wait_until,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -44,12 +62,6 @@ for question in ("task", "launcher", "tracker"):
 def project(request: pytest.FixtureRequest, baked: Bake) -> Path:
     """A project per variant; together they cover every task, launcher and tracker."""
     return baked(**request.param)
-
-
-def assert_same_weights(actual_run: Path, expected_run: Path) -> None:
-    actual, expected = weights(actual_run), weights(expected_run)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +102,41 @@ def test_tensorboard_shows_the_logged_metrics(project: Path, finished_run: Path)
         assert values == pytest.approx([record[metric] for record in records(finished_run, "eval")])
     else:
         assert "tensorboard" not in (project / "pyproject.toml").read_text().split("[tool.ddp-template]")[0]
+
+
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(baked: Bake, tmp_path: Path) -> None:
+    project, folder = baked(tracker="tensorboard"), tmp_path / "run"
+    words = (*SHORT, "--train.max_steps", "60", "--checkpoint.every_steps", "20")
+    kill_after(22, project, folder, *words, nproc=1)
+    killed = last_step(folder)
+    assert resume(project, folder, *words, nproc=1) < killed
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [*range(1, 61)]
+
+
+# A clock that takes a second from one reading to the next.
+CLOCK = """import itertools
+from types import SimpleNamespace
+
+time = SimpleNamespace(perf_counter=itertools.count().__next__)
+"""
+
+
+def test_a_run_records_its_commit_and_the_throughput_of_all_ranks(bake: Bake, tmp_path: Path) -> None:
+    project = bake()
+    edit(project, "reporting/metrics.py", "import time\n", CLOCK)
+    commits = [commit(project)]
+    launch(project, "train", *SHORT, "--data.global_batch_size", "64", "--run.dir", tmp_path)
+    rates = [record.get("samples_per_second") for record in records(tmp_path, "train")]
+    assert rates == [None] + 5 * [64.0]  # The first step is part of the start.
+
+    (project / "note.txt").touch()
+    commits.append(commit(project))
+    (project / "README.md").write_text("Changed.\n")
+    alone(project, "train", *SHORT, "--data.global_batch_size", "64", "--run.dir", tmp_path)
+    newest = json.loads((tmp_path / "provenance.json").read_text())
+    recorded = [(start["git_commit"], start["git_dirty"]) for start in (*newest["earlier"], newest)]
+    assert recorded == [(commits[0], False), (commits[1], True)]
 
 
 def test_a_resumed_run_with_a_saved_config_matches_the_original_run(
@@ -135,7 +182,7 @@ def test_a_run_directory_rejects_a_different_run(plain: Path, saved_run: Path, t
     assert "give another run.dir" in mixed.stderr and mixed.stderr.count("\n") == 1
     settings = (tmp_path / "a" / "config.yaml").read_text()
     wider = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "a", "--model.width", "64", expect=2)
-    assert "model.width = 32" in wider.stderr and wider.stderr.count("\n") == 1
+    assert "model.width is 64, and 32 in the checkpoint" in wider.stderr and wider.stderr.count("\n") == 1
     assert (tmp_path / "a" / "config.yaml").read_text() == settings
 
 
@@ -195,33 +242,9 @@ def test_a_damaged_checkpoint_is_rejected_and_the_previous_one_is_resumed(
 
 @pytest.mark.parametrize("method", ["file", "tcp"])
 def test_init_method_sets_the_rendezvous(plain: Path, tmp_path: Path, method: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    init_method = f"file://{tmp_path}/meet" if method == "file" else f"tcp://127.0.0.1:{port}"
+    init_method = f"file://{tmp_path}/meet" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
     launch(plain, "train", *SHORT, "--run.dir", tmp_path / "run", "--distributed.init_method", init_method)
     assert len(records(tmp_path / "run", "train")) == 6
-
-
-def start_training(project: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a run in the background, wait for its first logged step, and return its launcher."""
-    launcher = subprocess.Popen(
-        [project / "scripts/launch.sh", "train", "--train.log_every", "1", "--run.dir", folder, *arguments],
-        cwd=project,
-        env=os.environ | {"PYTHON": sys.executable, "NPROC": "2"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or not records(folder, "train"):
-        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[0]
-        time.sleep(0.05)
-    return launcher
-
-
-def find_ranks(folder: Path) -> list[int]:
-    """Return the process ids of the ranks whose run directory is ``folder``."""
-    return processes(lambda environment, command: b"\0LOCAL_RANK=" in environment and str(folder).encode() in command)
 
 
 def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
@@ -237,12 +260,14 @@ def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
 def test_a_run_directory_in_use_is_rejected(plain: Path, tmp_path: Path) -> None:
-    launcher = start_training(plain, tmp_path / "run", "--train.epochs", "1000", "--distributed.device", "cpu")
-    second = alone(plain, "train", *SHORT, "--run.dir", tmp_path / "run", expect=2)
-    assert "in use by another run" in second.stderr and second.stderr.count("\n") == 1
-    launcher.kill()
-    launcher.communicate()
-    wait_until(lambda: not find_ranks(tmp_path / "run"), "the ranks end with their launcher", 10)
+    folder, log, mark = tmp_path / "run", tmp_path / "log", str(tmp_path)
+    command = ("scripts/launch.sh", "train", *SHORT, *ENDLESS, "--run.dir", folder)
+    with started(*command, cwd=plain, log=log, NPROC="2", MARK=mark) as launcher:
+        wait_for_step(1, folder, launcher, log)
+        second = alone(plain, "train", *SHORT, "--run.dir", folder, expect=2)
+        assert "in use by another run" in second.stderr and second.stderr.count("\n") == 1
+        launcher.kill()
+        wait_until(lambda: not find_marked_processes(mark), "the ranks end with their launcher", 10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
@@ -250,24 +275,13 @@ def test_loader_processes_end_with_their_rank_even_while_starting(plain: Path, t
     def loaders() -> list[int]:
         return processes(lambda environment, command: mark.encode() in environment and b"spawn_main" in command)
 
-    mark = f"MARK={tmp_path}"
-    launcher = subprocess.Popen(
-        [plain / "scripts/launch.sh", "train", "--data.num_workers", "1", "--run.dir", tmp_path / "run"],
-        cwd=plain,
-        env=os.environ | {"PYTHON": sys.executable, "NPROC": "2", "MARK": str(tmp_path)},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    mark, log = str(tmp_path), tmp_path / "log"
+    command = ("scripts/launch.sh", "train", "--data.num_workers", "1", "--run.dir", tmp_path / "run")
+    with started(*command, cwd=plain, log=log, NPROC="2", MARK=mark) as launcher:
         wait_until(lambda: loaders() or launcher.poll() is not None, "loader processes start", 120)
-        assert launcher.poll() is None
-    finally:
+        assert launcher.poll() is None, log.read_text()
         launcher.kill()
-        launcher.wait()
-    try:
         wait_until(lambda: not loaders(), "the loader processes end with their rank", 30)
-    finally:
-        for process in loaders():
-            os.kill(process, signal.SIGKILL)
 
 
 def test_a_failed_rank_under_spawn_reports_its_exception(bake: Bake, tmp_path: Path) -> None:

@@ -74,15 +74,16 @@ def end_at(step: int, run: Path, end: Callable[[subprocess.Popen[str]], None], *
         The launcher's exit code, and everything printed until the last process that holds its output was gone.
     """
     line = command("train", *LENGTH, *words, "--run.dir", str(run))
+    earlier = read_metrics(run)  # Its last steps are dropped and taken again.
     with subprocess.Popen(
         line, env=environment(RANKS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as launcher:
         try:
             deadline = time.monotonic() + 120
-            while not has_reached(step, run):
-                assert launcher.poll() is None, "the run ended too early"
+            while not has_reached(step, run) or read_metrics(run) == earlier:
+                assert launcher.poll() is None, f"the run ended too early:\n{launcher.communicate(timeout=60)[0]}"
                 assert time.monotonic() < deadline, f"step {step} was not reached"
-                time.sleep(0.01)
+                time.sleep(0.005)
             end(launcher)
             output, _ = launcher.communicate(timeout=120)
         finally:
@@ -93,14 +94,19 @@ def end_at(step: int, run: Path, end: Callable[[subprocess.Popen[str]], None], *
 
 def has_reached(step: int, run: Path) -> bool:
     """Return whether the run has logged ``step``."""
+    return f'"step": {step},' in read_metrics(run)
+
+
+def read_metrics(run: Path) -> str:
+    """Return what the run has logged so far."""
     metrics = run / "metrics.jsonl"
-    return metrics.exists() and f'"step": {step},' in metrics.read_text()
+    return metrics.read_text() if metrics.exists() else ""
 
 
 def settings(*words: str) -> Any:
     """Return the settings of such a command line."""
     parsed = module("launch").parse(["train", *SMALL, *words], module("__main__").COMMANDS)[1]
-    return module("config").from_dict(parsed)
+    return module("config").Config(**parsed)
 
 
 def global_batches(config: Any) -> tuple[int | None, Iterator[Any]]:

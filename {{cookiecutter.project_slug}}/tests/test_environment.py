@@ -7,21 +7,21 @@ from support import module
 environment = module("launch.environment")
 UserError = module("config").UserError
 
-# The second of three processes, on the first of two machines.
+# The second of three processes, the first of two on the second of two machines.
 SRUN = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2",
     "SLURM_STEP_NODELIST": "n[07-08]",
     "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
 }
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "77",
     "MASTER_ADDR": "n07",
@@ -29,11 +29,11 @@ OPEN_MPI = {
 HYDRA = {
     "PMI_RANK": "1",
     "PMI_SIZE": "3",
-    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALRANKID": "0",
     "MPI_LOCALNRANKS": "2",
     "MASTER_ADDR": "n07",
 }
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 )
 def test_a_process_finds_its_rank(variables: dict[str, str], launcher: str) -> None:
     info = environment.find_process_info(variables)
-    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (1, 3, 1, 2)
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (1, 3, 0, 2)
     assert info.launcher == launcher
     if launcher == "torchrun":
         assert info.rendezvous is None
@@ -83,6 +83,12 @@ def test_jobs_have_ports_of_their_own() -> None:
 def test_contradictions_are_rejected(variables: dict[str, str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         environment.find_process_info(variables)
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_launcher_says_whether_it_restarted_the_job(variable: str) -> None:
+    assert environment.is_restart({variable: "1"})
+    assert not any(environment.is_restart(variables) for variables in ({variable: "0"}, {variable: ""}, {}))
 
 
 @pytest.mark.parametrize(

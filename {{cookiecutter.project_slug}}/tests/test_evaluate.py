@@ -15,7 +15,10 @@ dataset, build_model = module("dataset"), module("model").build_model
 
 
 def plain_metrics(run: Path) -> dict[str, Any]:
-    """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group."""
+    """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group.
+
+    What a metric is, the dataset says here too; ``test_dataset.py`` checks it.
+    """
     config = settings(*SEED)
     _, test_set = dataset.build_datasets(config)
     model = build_model(config.model)
@@ -30,7 +33,7 @@ def plain_metrics(run: Path) -> dict[str, Any]:
 def assert_metrics(record: dict[str, Any], expected: dict[str, Any]) -> None:
     assert record.keys() >= expected.keys()
     for name, value in expected.items():
-        assert record[name] == pytest.approx(value, rel=1e-5), name
+        assert record[name] == pytest.approx(value, rel=1e-5), f"{name}: was each sample counted once, in order?"
 
 
 @pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=split_id)

@@ -4,9 +4,11 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,11 +60,10 @@ def draw() -> list[float]:
 
 def test_random_numbers_continue_where_they_were_saved(build: Callable[..., Any], tmp_path: Path) -> None:
     trainer = build()
-    unsaved = draw()
+    draw()
     trainer.checkpointer.save(trainer.progress)
     expected = draw()
-    resumed = build()
-    assert draw() == unsaved
+    resumed = build()  # It seeds the generators: without what was saved, they would begin again.
     resumed.restore([newest_checkpoint(tmp_path)])
     assert draw() == expected
 
@@ -120,46 +121,102 @@ def test_evaluation_is_in_evaluation_mode_and_training_is_not(build: Callable[..
     assert set(modes) == {True}
 
 
+@dataclass
+class Finished:
+    """A run, what its evaluations gave in each step, and how long its ranks would have waited for each other."""
+
+    run: Path
+    values: list[float]
+    timeout: timedelta
+
+
 @pytest.fixture(scope="module")
-def finished(process: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps that evaluates and saves after each of them."""
-    run = tmp_path_factory.mktemp("finished")
+def finished(process: Any, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of eight steps that evaluates and saves after each of them; the second evaluation is the best."""
+    run, sign = tmp_path_factory.mktemp("finished"), 1 if dataset.HIGHER_IS_BETTER else -1
     every_step = "--train.eval_every 1 --checkpoint.every_steps 1 --train.log_every 3 --checkpoint.keep 3".split()
-    timeout = ["--distributed.timeout_seconds", "77", "--optim.lr", "0.05", "--optim.warmup_steps", "0"]
-    build_trainer(process, run, "--train.max_steps", "8", *every_step, *timeout).run()
-    return run
+    timeout = ["--distributed.timeout_seconds", "77"]
+    trainer = build_trainer(process, run, "--train.max_steps", "8", *every_step, *timeout)
+    values = [sign * value for value in (0.1, 0.9, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)]
+    records = iter([{"num_samples": 1, dataset.BEST_METRIC: value} for value in values])
+    trainer.evaluator = lambda: next(records)
+    trainer.run()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return Finished(run, values, backend.options._timeout)
 
 
-def test_a_run_keeps_the_newest_checkpoints_and_the_best(finished: Path) -> None:
-    values = {record["step"]: record[dataset.BEST_METRIC] for record in read_records(finished, "eval")}
-    extreme = max(values.values()) if dataset.HIGHER_IS_BETTER else min(values.values())
-    best = next(step for step, value in values.items() if value == extreme)
-    progress = read_checkpoint(newest_checkpoint(finished))["progress"]
-    assert len(values) == 8 and len(set(values.values())) > 1
-    assert (progress["best_step"], progress["best_value"]) == (best, extreme)
-    kept = {int(path.stem.removeprefix("step-")) for path in (finished / "checkpoints").iterdir()}
-    assert kept == {6, 7, 8, best}
+def test_a_run_keeps_the_newest_checkpoints_and_the_best(finished: Finished) -> None:
+    evaluations = read_records(finished.run, "eval")
+    assert [record[dataset.BEST_METRIC] for record in evaluations] == finished.values
+    progress = read_checkpoint(newest_checkpoint(finished.run))["progress"]
+    assert (progress["best_step"], progress["best_value"]) == (2, finished.values[1])
+    kept = {int(path.stem.removeprefix("step-")) for path in (finished.run / "checkpoints").iterdir()}
+    assert kept == {2, 6, 7, 8}
 
 
-def test_a_run_logs_every_few_steps_and_the_last_one(finished: Path) -> None:
-    records = read_records(finished, "train")
+def test_a_run_logs_every_few_steps_and_the_last_one(finished: Finished) -> None:
+    records = read_records(finished.run, "train")
     assert [record["step"] for record in records] == [3, 6, 8]
     assert all(math.isfinite(record["loss"]) for record in records)
 
 
-def test_ranks_wait_for_each_other_as_long_as_the_setting_says(finished: Path) -> None:
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    assert backend.options._timeout == timedelta(seconds=77)
+def test_the_curves_show_what_was_logged(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes  # Slow to import.
+
+    drawn: dict[str, list[tuple[int, float]]] = {}
+    plot = Axes.plot
+
+    def spy(axes: Axes, steps: Any, values: Any, label: str) -> Any:
+        drawn[label] = list(zip(steps, values, strict=True))
+        return plot(axes, steps, values, label=label)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    module("reporting.metrics").draw_curves(finished.run / "metrics.jsonl", tmp_path / "a.png", dataset.BEST_METRIC)
+    records = read_records(finished.run, "train")
+    assert drawn["training loss"] == [(record["step"], record["loss"]) for record in records]
+    assert drawn[f"test {dataset.BEST_METRIC}"] == list(enumerate(finished.values, start=1))
+    assert (tmp_path / "a.png").stat().st_size > 0
+
+
+def test_throughput_counts_the_time_of_training_alone(
+    build: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--train.max_steps 6 --train.log_every 2 --train.eval_every 1 --checkpoint.every_steps 5"
+    trainer, now = build(*words.split()), 0.0
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*arguments)
+
+        return act
+
+    monkeypatch.setattr(module("reporting.metrics"), "time", SimpleNamespace(perf_counter=lambda: now))
+    trainer.step = taking(0.5, trainer.step)
+    # All are as good as the first, which alone is saved as the best.
+    trainer.evaluator = taking(100, lambda: {"num_samples": 1, dataset.BEST_METRIC: 1.0})
+    trainer.checkpointer.save = taking(10, trainer.checkpointer.save)
+    trainer.run()
+    rates = [record["samples_per_second"] for record in read_records(tmp_path, "train")]
+    assert rates == 3 * [2 * trainer.config.data.global_batch_size]
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_setting_says(finished: Finished) -> None:
+    assert finished.timeout == timedelta(seconds=77)
 
 
 def test_a_save_that_fails_leaves_no_checkpoint(
     build: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    unfinished = []
+
     def fail(file: int) -> None:
+        unfinished.extend(tmp_path.glob("checkpoints/*.pt"))  # What a kill would leave.
         raise OSError("no space left on device")
 
     trainer = build()
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(UserError, match="no space left"):
         trainer.checkpointer.save(trainer.progress)
-    assert not list(tmp_path.glob("checkpoints/*.pt"))
+    assert not unfinished and not list(tmp_path.glob("checkpoints/*"))

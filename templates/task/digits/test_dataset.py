@@ -1,5 +1,6 @@
-"""The digits, and how they are shifted."""
+"""The digits, how they are shifted, and the metrics of what the model predicts."""
 
+import pytest
 import torch
 
 from support import module, settings
@@ -21,3 +22,20 @@ def test_a_training_image_is_shifted_differently_in_each_epoch() -> None:
         seeded = module("splitting").SeededDataset(images, list, seed=1)
         shifted = {tuple(image.flatten().tolist()) for image, _ in seeded.__getitems__([(e, 5) for e in range(20)])}
         assert len(shifted) in shifts
+
+
+def test_the_metrics_are_those_of_the_images() -> None:
+    torch.manual_seed(0)
+    targets = torch.arange(50) % 10
+    outputs = torch.randn(50, 10) + 2 * torch.nn.functional.one_hot(targets, 10)
+    loss = -outputs.double().softmax(dim=1).gather(1, targets[:, None]).log().mean().item()
+    right = [row.index(max(row)) == label for row, label in zip(outputs.tolist(), targets.tolist(), strict=True)]
+    of_class = [sum(right[label::10]) / 5 for label in range(10)]
+    assert min(of_class) < max(of_class)
+
+    per_sample = {name: values.numpy() for name, values in dataset.per_sample_metrics(outputs, targets).items()}
+    metrics = dataset.aggregate_metrics(per_sample)
+    assert metrics.pop("class_accuracy") == pytest.approx(of_class)
+    assert metrics == pytest.approx({"loss": loss, "accuracy": sum(right) / 50})
+    total, weight = dataset.loss_fn(outputs, targets)
+    assert weight == 50 and total.item() / weight == pytest.approx(loss)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from . import launch
-from .config import Config, UserError, from_dict
+from .config import Config, UserError
 from .launch import Command
 
 COMMANDS = {
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
 
                 convert(Path(paths["checkpoint"]), Path(paths["output"]))
             return
-        config = from_dict(settings)
+        config = Config(**settings)
         check(config, info.world_size, COMMANDS[command].trains)
         if command == "doctor":
             sys.exit(run_doctor(config))
@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
 def check(config: Config, world_size: int, trains: bool) -> None:
     """Reject settings that cannot work on ``world_size`` ranks; ``trains`` is False if the model is only evaluated."""
+    launch.check_values(vars(config), may_be_empty=() if trains else ["run.dir"])
     config.check()
     launch.check_layout(config.parallel, config.model, config.train, world_size)
     if trains:
@@ -121,7 +122,7 @@ def preflight(argv: Sequence[str]) -> None:
             launch.check_debugger(world_size=1)
             print(1, 60)
             return
-        config = from_dict(settings)
+        config = Config(**settings)
         nproc = launch.count_ranks(config.parallel, config.distributed.device)
         world_size = nproc * launch.read_nodes().count
         launch.check_debugger(world_size)

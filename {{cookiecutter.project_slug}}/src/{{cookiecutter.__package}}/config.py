@@ -3,11 +3,9 @@
 This module imports neither PyTorch nor the rest of the package: wrong settings are reported before any process starts.
 """
 
-import math
 #:: include "task/" ~ cookiecutter.task ~ "/config_imports.py" ignore missing ::#
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal, get_type_hints
 
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -176,10 +174,6 @@ class Config:
 
     def check(self) -> None:
         """Reject values that have the right type but cannot work."""
-        for name, section in asdict(self).items():
-            for key, value in section.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise UserError(f"{name}.{key} is {value}; give a finite number")
         if self.run.seed >= 2**32:
             raise UserError(f"run.seed is {self.run.seed}; give a number below 2**32")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
@@ -193,18 +187,3 @@ class Config:
 def sections() -> dict[str, type]:
     """Return the class of each section of ``Config``, by name."""
     return get_type_hints(Config)
-
-
-def from_dict(settings: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Build settings from nested dictionaries, such as those that ``dataclasses.asdict`` returns."""
-
-    def to_builtin(value: Any) -> Any:
-        # The parser's numbers are subclasses that check bounds; a checkpoint holds only built-in types.
-        if isinstance(value, list | tuple):
-            return type(value)(map(to_builtin, value))
-        number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
-        return value if number is None else number(value)
-
-    return Config(
-        **{name: kind(**{k: to_builtin(v) for k, v in settings[name].items()}) for name, kind in sections().items()}
-    )

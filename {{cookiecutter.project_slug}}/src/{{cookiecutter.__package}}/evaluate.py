@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from . import dataset
-from .checkpoint import load_model, read_on_main
-from .config import Config, DataConfig, ModelConfig, UserError
+from .checkpoint import load_model, read_on_main, saved_section
+from .config import Config, DataConfig, UserError
 from .data import EvalSampler, build_loader, seed_dataset
 from .launch import check_layout
 from .model import build_model
@@ -117,7 +117,7 @@ def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str
     is not a checkpoint of this project, or does not fit.
     """
     header, state = read_on_main(Path(path))
-    config.model = ModelConfig(**header["config"]["model"])
+    config.model = saved_section(header["config"], "model")
     config.model.check()
     check_layout(config.parallel, config.model, config.train, process.world_size)
     parallel = Parallel(build_model(config.model), dataset.loss_fn, config, process)

@@ -35,26 +35,46 @@ def group_parameters(module: nn.Module, config: OptimConfig) -> list[dict[str, A
     return groups
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, planned_steps: int) -> LambdaLR:
-    """Build a linear warm-up to the peak, followed by half a cosine down to ``min_lr_ratio`` of it."""
-    end = config.decay_steps or planned_steps
+class Schedule(LambdaLR):
+    """A linear warm-up, then half a cosine; a checkpoint holds only its position, so that changed settings act."""
 
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
-        return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimConfig, planned_steps: int) -> None:
+        self.config, self.end = config, config.decay_steps or planned_steps
+        super().__init__(optimizer, self.factor)
 
-    return LambdaLR(optimizer, factor)
+    def factor(self, step: int) -> float:
+        """Return the rate of a step as a fraction of the peak."""
+        warmup, least = self.config.warmup_steps, self.config.min_lr_ratio
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, self.end - warmup))
+        return least + (1 - least) * (1 + math.cos(math.pi * done)) / 2
+
+    def end_at(self, planned_steps: int) -> None:
+        """Set the last planned step, and the rate of the next one."""
+        self.end = self.config.decay_steps or planned_steps
+        self.load_state_dict(self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last_epoch = state["last_epoch"]
+        for group, peak in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = peak * self.factor(self.last_epoch)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
-def count_steps(steps_per_epoch: int | None, train: TrainConfig, optim: OptimConfig) -> tuple[int, int | None]:
+def count_steps(
+    steps_per_epoch: int | None, train: TrainConfig, optim: OptimConfig, others: int = 0
+) -> tuple[int, int | None]:
     """Return the steps that the schedule is planned for, and the steps to take; None if only the stream knows its end.
 
-    Rejects a stream without a length if no setting says how long the schedule is.
+    ``others`` are additional steps of earlier epochs, which had another global batch. Rejects a stream without a length
+    if no setting says how long the schedule is.
     """
     if steps_per_epoch is not None:
-        planned_steps = train.epochs * steps_per_epoch
+        planned_steps = train.epochs * steps_per_epoch + others
         return planned_steps, min(planned_steps, train.max_steps or planned_steps)
     if train.max_steps is None and optim.decay_steps is None:
         raise UserError("the training set is a stream without a length: set train.max_steps or optim.decay_steps")

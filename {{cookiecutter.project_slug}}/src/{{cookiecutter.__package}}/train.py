@@ -17,7 +17,7 @@ from .data import build_train_loader
 from .evaluate import Evaluator
 from .launch import acquire_run_directory, is_restart
 from .model import build_model
-from .optim import build_optimizer, build_scheduler, count_steps
+from .optim import Schedule, build_optimizer, count_steps
 from .parallel import Parallel
 from .reporting import Throughput, Tracker, write_provenance
 from .runtime import Process, Stopped, StopSignal, on_main, report_failures
@@ -56,7 +56,7 @@ class Trainer:
         self.sampler, self.loader = build_train_loader(train_set, self.parallel, config.data, config.run.seed, register)
         planned_steps, self.total_steps = count_steps(self.sampler.steps_per_epoch, config.train, config.optim)
         self.optimizer = build_optimizer(self.parallel.module, config.optim, register)
-        self.scheduler = build_scheduler(self.optimizer, config.optim, planned_steps)
+        self.scheduler = Schedule(self.optimizer, config.optim, planned_steps)
         self.scaler = torch.amp.GradScaler(process.device.type, enabled=config.train.precision == "fp16")
         register("scheduler", self.scheduler)
         register("scaler", self.scaler)
@@ -71,8 +71,12 @@ class Trainer:
 
     def restore(self, candidates: Sequence[Path]) -> None:
         """Resume from the first of the ``candidates`` that can be read, if there are any."""
-        self.progress = self.checkpointer.restore(candidates)
-        self.first_step = self.saved_step = self.progress.step
+        config, progress = self.config, self.checkpointer.restore(candidates)
+        self.progress, self.first_step, self.saved_step = progress, progress.step, progress.step
+        if (steps := self.sampler.steps_per_epoch) is not None:
+            others = progress.step - progress.epoch * steps - progress.samples // config.data.global_batch_size
+            planned_steps, self.total_steps = count_steps(steps, config.train, config.optim, others)
+            self.scheduler.end_at(planned_steps)
 
     def run(self) -> None:
         """Train to the end; on a stop signal, save and leave the remaining steps to the next start."""
@@ -102,15 +106,14 @@ class Trainer:
 
     def run_epoch(self) -> None:
         """Train on the rest of the current epoch, or until the last step."""
-        progress = self.progress
-        self.sampler.set_epoch(progress.epoch, start=progress.samples)
+        progress, epoch = self.progress, self.progress.epoch
+        self.sampler.set_epoch(epoch, start=progress.samples)
         for batch in self.loader:
             with self.stop.agree():
                 self.run_step(*unpack(batch))
             if progress.step == self.total_steps:
                 return
-        progress.epoch += 1
-        progress.samples = 0
+        progress.epoch, progress.samples = epoch + 1, 0
 
     def finish(self) -> None:
         """Evaluate and save, unless the last step did: the end of a stream is not known before it."""
@@ -137,6 +140,8 @@ class Trainer:
         is_last = progress.step == self.total_steps
         if is_last or is_due(progress.step, config.train.log_every):
             self.log(losses, norm, lr)
+        if progress.samples // config.data.global_batch_size == self.sampler.steps_per_epoch:
+            progress.epoch, progress.samples = progress.epoch + 1, 0
         # Evaluation first: the checkpoint then records whether it is the best.
         if self.is_evaluation_due():
             self.evaluate()

@@ -8,6 +8,7 @@ Both have the same content: full tensors under the names of the whole model, and
 This room knows modules, optimizers and the process group; it does not know how the work is split or what is trained.
 """
 
+from .changes import saved_section
 from .checkpointer import Checkpointer, Progress
 from .convert import convert
 from .loading import load_model, read_on_main

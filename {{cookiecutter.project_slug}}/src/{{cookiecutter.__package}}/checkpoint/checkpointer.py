@@ -3,7 +3,8 @@
 
 {"model": {"head.linear.weight": tensor, ...},                       a plain state dict
  "optimizer": {"head.linear.weight": {"exp_avg": ...}, ...},         keyed by parameter
- "param_groups": [...], "scheduler": {...}, "scaler": {...},
+ "param_groups": [...], "built_groups": [...],                       their options, now and before the first step
+ "scheduler": {...}, "scaler": {...},
  "progress": {"step": 440, "epoch": 20, ...},
  "rng": [...],                                                       one state per rank
  "tensors": [...], "ranks": [...],                                   names of what else is registered, by kind
@@ -11,6 +12,7 @@
 """
 
 import copy
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -26,13 +28,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config import CheckpointConfig, UserError
-from ..launch import list_checkpoints
+from ..launch import check_run_directory, list_checkpoints
 from ..runtime import Process, get_rng_state, on_main, remove, set_rng_state, write_atomically
 from . import sharded
+from .changes import check_changes
 from .loading import FORMAT, DamagedCheckpointError, load, read_on_main
 from .state_dict import drop_missing_state, flat_state_dict, gather_full_tensors, unflatten
 
-RESERVED = {"param_groups", "progress", "rng", "tensors", "ranks", "config", "format"}
+RESERVED = {"param_groups", "built_groups", "progress", "rng", "tensors", "ranks", "config", "format"}
 RESERVED |= {"metadata", "checksums", "names", "world_size"}  # Of a sharded checkpoint, and of a header that was read.
 
 
@@ -61,6 +64,7 @@ class Checkpointer:
     ) -> None:
         self.module, self.settings, self.run_dir, self.config, self.process = module, settings, run_dir, config, process
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.built_groups: list[dict[str, Any]] = []  # The options of their groups before a schedule changed them.
         self.stateful: dict[str, dict[str, Any]] = {kind: {} for kind in ("run", "rank", "tensors")}
         self.is_restored = self.is_checked = False
         self.pending: tuple[Future[Any], Path] | None = None
@@ -86,6 +90,7 @@ class Checkpointer:
         names = {"model", "optimizer", *RESERVED, *(name for kind in self.stateful.values() for name in kind)}
         if isinstance(stateful, torch.optim.Optimizer):
             self.optimizers.append(stateful)
+            self.built_groups += [options(group) for group in stateful.param_groups]
         elif name in names or "." in name:
             raise ValueError(f"{name!r} is not a free name for state in checkpoints")
         elif kind == "tensors" and copies_tensors(stateful):
@@ -109,8 +114,13 @@ class Checkpointer:
         pending, self.pending = self.pending, None
         if pending is not None:
             future, path = pending
-            with sharded.one_line_errors(f"{path} could not be written", UserError):
-                future.result()
+            try:
+                with sharded.one_line_errors(f"{path} could not be written", UserError):
+                    future.result()
+            except UserError:
+                if self.process.is_main:
+                    shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)  # The disk may be full.
+                raise
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is after ``progress.step`` steps, and remove checkpoints that are no longer kept.
@@ -119,6 +129,7 @@ class Checkpointer:
         Raises UserError on every rank if this or the previous save could not be written.
         """
         self.wait()
+        on_main(partial(check_run_directory, self.run_dir))
         tensors = self.state()
         header = self.build_header(progress)
         path = self.run_dir / "checkpoints" / f"step-{progress.step:08d}.pt"
@@ -155,7 +166,8 @@ class Checkpointer:
         dist.gather_object(own | {"rng": get_rng_state(self.process.device)}, ranks)
         header |= {name: [state.get(name) for state in ranks or []] for name in ("rng", *own)}
         header.update(tensors=list(self.stateful["tensors"]), ranks=list(own))
-        header["param_groups"] = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups()]
+        header["param_groups"] = [options(group) for group in self.param_groups()]
+        header["built_groups"] = self.built_groups
         header.update(format=FORMAT, progress=asdict(progress), config=self.settings)
         return copy.deepcopy(header)  # It may be written after the next steps.
 
@@ -166,13 +178,13 @@ class Checkpointer:
     def restore(self, candidates: Sequence[Path]) -> Progress:
         """Resume from the first of ``candidates`` that can be read; start fresh if there are none.
 
-        Rejects candidates if none can be read, and the checkpoint of another model.
+        Rejects candidates if none can be read, and the checkpoint of another model or dataset.
         """
         self.is_restored = True
         for path in candidates:
             try:
                 header, state = read_on_main(path)
-                self.check_model(header)
+                self.check_settings(header)
                 self.check_registered(header, path)
                 tensors = self.state()
                 drop_missing_state(tensors, header["names"], self.module, self.optimizers)
@@ -186,21 +198,17 @@ class Checkpointer:
                     print(f"{error}; resuming from the one before", file=sys.stderr)
         return Progress()
 
-    def check_model(self, header: Mapping[str, Any]) -> None:
-        """Reject the checkpoint of another model, and that of a run which did not start from these weights."""
-        saved = header["config"]["model"]
-        wanted = self.settings["model"]["weights"]
-        if wanted is not None and saved.get("weights") != wanted:
+    def check_settings(self, header: Mapping[str, Any]) -> None:
+        """Print the settings that changed; reject changes that cannot take effect, or a run that started elsewhere."""
+        saved, wanted = header["config"], self.settings["model"]["weights"]
+        if wanted is not None and saved["model"].get("weights") != wanted:
             raise UserError(
                 f"run.dir is {self.run_dir}, with a run that did not start from model.weights {wanted}; leave the "
                 "setting out to resume that run, or give another run.dir to start a new one"
             )
-        for key, wanted in self.settings["model"].items():
-            if not key.startswith("weights") and saved.get(key) != wanted:
-                raise UserError(
-                    f"the checkpoint's model has model.{key} = {saved.get(key)}, this run's has {wanted}; give the "
-                    "same, or another run.dir"
-                )
+        for line in check_changes(saved, self.settings, header["progress"]["samples"]):
+            if self.process.is_main:
+                print(line, file=sys.stderr)
 
     def check_registered(self, header: Mapping[str, Any], path: Path) -> None:
         """Reject a checkpoint without the state that is registered, or with other parameter groups."""
@@ -230,11 +238,18 @@ class Checkpointer:
 
     def restore_header(self, header: Mapping[str, Any]) -> Progress:
         """Restore what all ranks have in common."""
-        for group, options in zip(self.param_groups(), header["param_groups"], strict=True):
-            group.update(options)
+        before = zip(header["built_groups"], header["param_groups"], strict=True)
+        for group, built, (built_before, saved) in zip(self.param_groups(), self.built_groups, before, strict=True):
+            # An option that is built otherwise now was changed in the settings.
+            group.update({name: saved[name] for name in saved if built.get(name) == built_before.get(name)})
         for name, each in self.stateful["run"].items():
             each.load_state_dict(header[name])
         return Progress(**header["progress"])
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def copies_tensors(stateful: Any) -> bool:
@@ -261,9 +276,14 @@ def check_types(states: Mapping[str, Any]) -> None:
 
 
 def prune(run_dir: Path, keep: int, best_step: int | None) -> None:
-    """Remove what a killed save left behind, and all checkpoints except the ``keep`` newest and the best."""
-    for path in (run_dir / "checkpoints").glob("step-*.tmp"):
-        remove(path)
-    for path in list_checkpoints(run_dir)[:-keep]:
-        if path.stem != f"step-{best_step or 0:08d}":
+    """Remove what a killed save left behind, and all checkpoints except the ``keep`` newest and the best.
+
+    What cannot be removed stays, with a warning: the new checkpoint is complete.
+    """
+    kept = f"step-{best_step or 0:08d}"
+    surplus = [path for path in list_checkpoints(run_dir)[:-keep] if path.stem != kept]
+    for path in [*(run_dir / "checkpoints").glob("step-*.tmp"), *surplus]:
+        try:
             remove(path)
+        except OSError as error:
+            print(f"warning: {path} could not be removed: {error.strerror}", file=sys.stderr)

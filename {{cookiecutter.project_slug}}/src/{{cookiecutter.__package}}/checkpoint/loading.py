@@ -36,7 +36,8 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
         raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {reason}") from None
-    parts = {"tensors", "ranks", "rng", *(("metadata", "checksums") if is_folder else ("model", "optimizer"))}
+    parts = {"config", "progress", "param_groups", "built_groups", "tensors", "ranks", "rng"}
+    parts |= {"metadata", "checksums"} if is_folder else {"model", "optimizer"}
     if not isinstance(content, dict) or content.get("format") != FORMAT or not parts <= content.keys():
         raise DamagedCheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
     return content

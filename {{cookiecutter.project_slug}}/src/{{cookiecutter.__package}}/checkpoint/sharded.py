@@ -6,7 +6,6 @@ step-00000440.dcp/
     .metadata                          DCP's own index, for other tools; a pickle, so it is never loaded here
 """
 
-import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,7 +60,7 @@ class Writer(FileSystemWriter):
     def make_folder(self) -> None:
         """Create the folder, discarding what a killed save left; call it on one rank, before the others write."""
         if self.temporary.exists():
-            shutil.rmtree(self.temporary)
+            remove(self.temporary)
         self.temporary.mkdir(parents=True)
 
     def storage_meta(self) -> metadata.StorageMeta | None:

@@ -8,7 +8,22 @@ It knows the settings (``config``), and nothing about the model, the data or the
 
 from .arguments import Command, parse
 from .debugger import check_debugger, collective_timeout, wait_for_debugger
-from .environment import ProcessInfo, exit_with_error, find_process_info, is_first_on_machine, is_restart, read_nodes
+from .environment import (
+    ProcessInfo,
+    exit_with_error,
+    find_process_info,
+    is_first_on_machine,
+    is_port,
+    is_restart,
+    read_nodes,
+)
 from .parent import end_with_launcher, init_loader_worker
 from .preflight import check_batch, check_layout, check_port, count_ranks
-from .run_directory import acquire_run_directory, find_resume_candidates, list_checkpoints, lock
+from .run_directory import (
+    acquire_run_directory,
+    check_run_directory,
+    find_resume_candidates,
+    list_checkpoints,
+    lock,
+)
+from .values import check_values

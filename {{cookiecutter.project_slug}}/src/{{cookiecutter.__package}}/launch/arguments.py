@@ -34,7 +34,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     """Parse the arguments after ``python -m <package>``; rejects an unknown key or a wrong type.
 
     Returns:
-        The subcommand, its settings as nested dictionaries (empty if it takes none), and its paths by name.
+        The subcommand, the sections of its settings by name (none if it takes none), and its paths by name.
     """
     # jsonargparse cannot parse --checkpoint, because a section has that name.
     path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -55,8 +55,21 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     if paths.keys() != set(command.paths):
         needed = " and ".join(f"--{path} PATH" for path in command.paths) or "neither"
         exit_with_error(f"of --checkpoint and --output, {name} needs {needed}")
-    settings = {key: vars(parsed[name][key]) for key in sections()} if command.has_settings else {}
-    return name, settings, paths
+    kinds = sections().items() if command.has_settings else ()
+    return name, {key: build_section(kind, vars(parsed[name][key])) for key, kind in kinds}, paths
+
+
+def build_section(kind: type, values: Mapping[str, Any]) -> Any:
+    """Build a section of the settings from its values."""
+
+    def to_builtin(value: Any) -> Any:
+        # The parser's numbers are subclasses that check bounds; a checkpoint holds only built-in types.
+        if isinstance(value, list | tuple):
+            return type(value)(map(to_builtin, value))
+        number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
+        return value if number is None else number(value)
+
+    return kind(**{name: to_builtin(value) for name, value in values.items()})
 
 
 def build_parser(name: str, command: Command) -> ArgumentParser:

@@ -19,6 +19,7 @@ from typing import NoReturn
 from ..config import UserError
 
 Env = Mapping[str, str]
+LONGEST_LINE = 1000
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,15 @@ def find_process_info(env: Env = os.environ) -> ProcessInfo:
         if variable in env:
             try:
                 info = read(env)
-            except (KeyError, ValueError) as error:
+            except (LookupError, ValueError) as error:
                 message = f"{variable} is set, but the launcher's other variables do not match it: {error}"
                 raise UserError(message) from None
             local_rank, local_world_size = info.local_rank, info.local_world_size
             if not (0 <= info.rank < info.world_size and 0 <= local_rank < local_world_size <= info.world_size):
                 raise UserError(f"{variable} is set, but the launcher's variables contradict each other: {info}")
             return info
+    if (env.get("WORLD_SIZE") or "1") != "1":
+        raise UserError(f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set; set both, or neither for one process")
     return ProcessInfo()
 
 
@@ -99,7 +102,15 @@ LAUNCHERS: dict[str, Callable[[Env], ProcessInfo]] = {
 
 def build_rendezvous(env: Env, host: str, port: int) -> str:
     """Return ``host:port``; MASTER_ADDR and MASTER_PORT take precedence."""
-    return f"{env.get('MASTER_ADDR', host)}:{env.get('MASTER_PORT', port)}"
+    given = env.get("MASTER_PORT", str(port))
+    if not is_port(given):
+        raise ValueError(f"MASTER_PORT is '{given}'")
+    return f"{env.get('MASTER_ADDR', host)}:{given}"
+
+
+def is_port(text: str) -> bool:
+    """Return whether a variable's value is the number of a port."""
+    return text.isdecimal() and 0 < int(text) < 2**16
 
 
 def port_for(job: str) -> int:
@@ -136,14 +147,21 @@ def read_nodes(env: Env = os.environ) -> Nodes:
     if (env.get("NODES") or "1") == "1":
         return Nodes()
     try:
-        return Nodes(int(env["NODES"]), int(env["NODE_RANK"]), env["HEAD"], int(env["PORT"]))
+        nodes = Nodes(int(env["NODES"]), int(env["NODE_RANK"]), env["HEAD"], int(env["PORT"]))
     except (KeyError, ValueError) as error:
         raise UserError(f"NODES is set, but one of NODE_RANK, HEAD and PORT is missing or wrong: {error}") from None
+    if not (0 <= nodes.rank < nodes.count and 0 < nodes.port < 2**16):
+        raise UserError(f"NODES is {nodes.count}, NODE_RANK {nodes.rank} and PORT {nodes.port}; ranks count from 0")
+    return nodes
 
 
 def is_restart(env: Env = os.environ) -> bool:
     """Return whether this job has started this process before; not every rank may know, so ask all of them."""
-    return any(int(env.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = {name: env.get(name) or "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
+    for name, count in counts.items():
+        if not count.isdecimal():
+            raise UserError(f"{name} is '{count}'; unset it, or give a number")
+    return any(int(count) for count in counts.values())
 
 
 def is_first_on_machine(env: Env = os.environ) -> bool:
@@ -155,5 +173,8 @@ def is_first_on_machine(env: Env = os.environ) -> bool:
 def exit_with_error(message: str, *, only_this_rank: bool = False) -> NoReturn:
     """Print an error on stderr, once per machine or, for an error of ``only_this_rank``, on it; exit with code 2."""
     if only_this_rank or is_first_on_machine():
-        print("error:", " ".join(message.split()), file=sys.stderr)
+        line = " ".join(message.split())
+        if len(line) > LONGEST_LINE:  # It repeats what was given.
+            line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+        print("error:", line, file=sys.stderr)
     sys.exit(2)

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from ..config import ModelConfig, ParallelConfig, TrainConfig, UserError
 from .environment import read_nodes
+from .values import check_variables
 
 
 def check_batch(global_batch_size: int, shares: int, microbatches: int) -> None:
@@ -42,6 +43,7 @@ def check_port(init_method: str) -> None:
 
 def count_ranks(parallel: ParallelConfig, device: str) -> int:
     """Return how many ranks to start on this machine: ``NPROC``, or a default for its accelerators."""
+    check_variables()
     value = os.environ.get("NPROC", "")
     if value:
         if not value.isdecimal() or int(value) < 1:

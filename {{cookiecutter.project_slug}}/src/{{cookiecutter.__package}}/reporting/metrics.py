@@ -1,6 +1,7 @@
 """``metrics.jsonl``: reading it, truncating it when a run resumes, drawing its curves."""
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -8,23 +9,47 @@ from typing import Any
 from ..runtime import replace_text
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file in order, without a last line that a killed run left incomplete."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the records of a metrics file in order, and whether it is intact: all its lines are records.
+
+    A last line without its end was left by a killed run; it is no record, and no damage.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    complete = [line for line in lines if line.endswith(b"\n")]
+    records = [record for record in map(parse, complete) if record is not None]
+    return records, len(records) == len(complete)
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record of one line, or None if it is something else."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # It is no JSON, or no text.
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "event" in record
+    return record if is_record else None
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Drop the records after ``step``, which a run that resumes from there writes again."""
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    """Drop the records after ``step``, which a run that resumes from there writes again; set a damaged file aside."""
+    records, is_intact = read_metrics(path)
+    if not is_intact:
+        set_aside(path)
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged file, and print that."""
+    damaged = path.with_name(f"{path.name}.damaged")
+    path.replace(damaged)
+    print(f"{path} is damaged; it is now {damaged.name}", file=sys.stderr)
 
 
 def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
     """Draw the loss, and the metric that selects the best checkpoint, over steps."""
     from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
 
-    records = read_metrics(metrics)
+    records, _ = read_metrics(metrics)
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for axes, event, key, label in (

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ..runtime import Process, replace_text
+from .metrics import set_aside
 
 PACKAGE = __package__.partition(".")[0]
 PROJECT = Path(__file__).parents[3]
@@ -24,12 +25,21 @@ DEPENDENCIES = ("torch", "numpy", "jsonargparse")
 def write_provenance(run_dir: Path, settings: Mapping[str, Any], process: Process) -> None:
     """Write ``config.yaml`` and ``provenance.json``, which keeps the records of earlier starts, newest first."""
     replace_text(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
-    path, earlier = run_dir / "provenance.json", []
-    if path.exists():
-        previous = json.loads(path.read_text(encoding="utf-8"))
-        earlier = [previous, *previous.pop("earlier", [])]
-    content = describe(process) | {"earlier": earlier}
+    path = run_dir / "provenance.json"
+    content = describe(process) | {"earlier": read_earlier(path)}
     replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_earlier(path: Path) -> list[dict[str, Any]]:
+    """Return the records of earlier starts, newest first; a damaged file is set aside."""
+    if not path.exists():
+        return []
+    try:
+        previous = json.loads(path.read_bytes())
+        return [previous, *previous.pop("earlier", [])]
+    except (ValueError, AttributeError, TypeError):
+        set_aside(path)
+        return []
 
 
 def describe(process: Process) -> dict[str, Any]:

@@ -3,20 +3,30 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Fill a temporary file with ``write``, flush it to the disk, and rename it to ``path``."""
+    """Fill a temporary file with ``write``, flush it to the disk, and rename it to ``path``.
+
+    A write that fails, for example because the disk is full, leaves nothing behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with disk_errors(temporary), open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, path)
+    for folder in filter(Path.is_dir, (temporary, path)):  # Of a sharded checkpoint: a killed save, or a damaged one.
+        remove(folder)
+    try:
+        with disk_errors(temporary), open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -47,10 +57,11 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise the system's error for a full disk, which ``torch.save`` hides behind its own error."""
+    """Raise the system's error, such as that of a full disk, with the path; ``torch.save`` hides it behind its own."""
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from None
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and cause.errno is not None and cause.filename is None:
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
         raise

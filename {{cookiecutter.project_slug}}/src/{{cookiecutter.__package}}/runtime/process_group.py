@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import DistributedConfig, UserError
-from ..launch import ProcessInfo, collective_timeout, find_process_info
+from ..launch import ProcessInfo, collective_timeout, find_process_info, is_port
 from .failures import report_failures
 
 T = TypeVar("T")
@@ -116,6 +116,8 @@ def rendezvous_arguments(init_method: str, process: Process) -> dict[str, Any]:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if init_method == "env://" and process.rendezvous:
         init_method = f"tcp://{process.rendezvous}"
+    if init_method == "env://" and not (os.environ.get("MASTER_ADDR") and is_port(os.environ.get("MASTER_PORT", ""))):
+        raise UserError("RANK is set, but MASTER_ADDR or MASTER_PORT is not an address and a port; set both")
     if init_method.startswith("tcp://"):
         # The launcher's own store has another address; with this variable, no rank would open one here.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -10,7 +10,7 @@ part, but what a batch contains depends on the number of processes, and parts ma
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ class Stream(IterableDataset[Any]):
         # Parts may have different lengths, so the length of the whole says little.
         has_length = hasattr(dataset, "__len__") and not self.is_sharded
         self.steps_per_epoch = len(dataset) // global_batch_size if has_length else None
-        self.layout = {"dp_size": dp_size, "num_workers": num_workers, "global_batch_size": global_batch_size}
+        self.layout = {"dp_size": dp_size, "num_workers": num_workers}
         self.saved_layout = self.layout
         # Shared with loader processes, which live longer than an epoch.
         self.position = torch.zeros(2, dtype=torch.int64).share_memory_()
@@ -68,8 +68,8 @@ class Stream(IterableDataset[Any]):
             saved = self.saved_layout
             raise UserError(
                 f"the run stopped in the middle of a sharded stream that {saved['dp_size']} rank(s) with "
-                f"--data.num_workers {saved['num_workers']} were reading in batches of {saved['global_batch_size']}; "
-                "resume with the same, or remove shard() from the dataset"
+                f"--data.num_workers {saved['num_workers']} were reading; resume with the same, or remove shard() from "
+                "the dataset"
             )
         self.position.copy_(torch.tensor([epoch, start]))
 
@@ -83,11 +83,11 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.position.tolist()
-        done = math.ceil(start / self.global_batch_size)
+        done = start // self.global_batch_size
         number, count = self.find_process()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        batches = (self.read_shard if self.is_sharded else self.read_share)(epoch, start, number, count)
+        batches = (self.read_shard if self.is_sharded else self.read_share)(epoch, done, number, count)
         # The loader asks its processes in turn, the first one for the first batch after those that are done.
         for batch, samples in zip(itertools.count(done + number, count), batches, strict=False):
             with restored_generators():
@@ -106,34 +106,30 @@ class Stream(IterableDataset[Any]):
             _utils.worker._worker_info = None
         return self.process
 
-    def read_share(self, epoch: int, start: int, number: int, count: int) -> Iterator[list[Any]]:
+    def read_share(self, epoch: int, done: int, number: int, count: int) -> Iterator[list[Any]]:
         """Yield this rank's share of each global batch that is for this process, the ``number``-th of ``count``."""
-        size = self.global_batch_size
-        # If the size of a batch was changed, what is done ends with a smaller one.
-        sizes = [size] * (start // size) + [start % size] * (start % size > 0)
-        batches = self.read_batches(self.dataset, (epoch, 0), itertools.chain(sizes, itertools.repeat(size)))
-        for samples in itertools.islice(batches, len(sizes) + number, None, count):
+        batches = self.read_batches(self.dataset, (epoch, 0), self.global_batch_size)
+        for samples in itertools.islice(batches, done + number, None, count):
             yield samples[self.dp_rank :: self.dp_size]
 
-    def read_shard(self, epoch: int, start: int, number: int, count: int) -> Iterator[list[Any]]:
+    def read_shard(self, epoch: int, done: int, number: int, count: int) -> Iterator[list[Any]]:
         """Yield the batches of a part of the stream that only this process reads, without those that are done.
 
         The parts were assigned at the start of the epoch: after a resume, another process may be asked first.
         """
-        done = start // self.global_batch_size
         turn = (number + done) % count
         index = self.dp_size * turn + self.dp_rank
         part = self.dataset.shard(num_shards=self.dp_size * count, index=index)
-        sizes = itertools.repeat(self.global_batch_size // self.dp_size)
-        return itertools.islice(self.read_batches(part, (epoch, index), sizes), len(range(turn, done, count)), None)
+        batches = self.read_batches(part, (epoch, index), self.global_batch_size // self.dp_size)
+        return itertools.islice(batches, len(range(turn, done, count)), None)
 
-    def read_batches(self, part: Any, key: tuple[int, int], sizes: Iterable[int]) -> Iterator[list[Any]]:
-        """Yield consecutive samples, as many at a time as ``sizes`` says; each is drawn with generators of its own."""
+    def read_batches(self, part: Any, key: tuple[int, int], size: int) -> Iterator[list[Any]]:
+        """Yield ``size`` consecutive samples at a time; each is drawn with generators of its own."""
         ended, number = object(), itertools.count()
         with restored_generators():
             seed_generators(self.seed, *key)
             samples = iter(part)
-        for size in sizes:
+        while True:
             batch = []
             with restored_generators():
                 for _ in range(size):
