@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cookiecutter.main import cookiecutter
 from xdist.scheduler import LoadScopeScheduling
 
 TEMPLATE = Path(__file__).parents[1]
+ENVIRONMENT = Path(sys.prefix)  # The virtual environment of these tests.
 CONTEXT: dict[str, Any] = json.loads((TEMPLATE / "cookiecutter.json").read_text())
 QUESTIONS = [name for name in CONTEXT if not name.startswith("_")]
 CHOICES: dict[str, list[Any]] = {

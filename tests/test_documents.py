@@ -33,7 +33,7 @@ PROGRAMS = set(RULES)
 # Inline code that names nothing in the project, and what it is.
 ELSEWHERE = {
     **dict.fromkeys(("--section.key value", "__private", "#:: ... ::#", "task=language"), "an example"),
-    **dict.fromkeys(("tcp://HOST:PORT", "file:///PATH", "127.0.0.1:5678"), "an address"),
+    "127.0.0.1:5678": "an address",
     **dict.fromkeys(("runs/", "config.yaml", "provenance.json", "metrics.jsonl", "curves.png"), "what a run leaves"),
     **dict.fromkeys(("step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
     **dict.fromkeys(("(targets >= 0).sum()", "len(targets)", '{"loss": ..., "kl": ...}'), "what a reader may write"),

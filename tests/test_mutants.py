@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from conftest import ENVIRONMENT, Bake, copy_tracked, run
 from conftest import TEMPLATE as ROOT
-from conftest import Bake, copy_tracked
 from mutants import PROJECT, TEMPLATE, Mutant
 from runs import replace_once
 
@@ -59,9 +59,9 @@ def name_in(selection: str) -> str:
 def copy_template(folder: Path) -> Path:
     """Copy the template into a git repository, with the same environment."""
     copy_tracked(folder)
-    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
-    subprocess.run(["git", "add", "--all"], cwd=folder, check=True)
-    (folder / ".venv").symlink_to(ROOT / ".venv")
+    run("git", "init", "--quiet", cwd=folder)
+    run("git", "add", "--all", cwd=folder)
+    (folder / ".venv").symlink_to(ENVIRONMENT)
     return folder
 
 

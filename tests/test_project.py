@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from answers import DEFAULT_SLUGS
-from conftest import CHOICES, Bake, copy_tracked, run
+from conftest import CHOICES, ENVIRONMENT, Bake, copy_tracked, run
 
 pytestmark = pytest.mark.slow
 
@@ -109,9 +109,8 @@ def test_setup_does_not_change_a_larger_repository(bake: Bake, tmp_path: Path) -
 def test_make_demo_trains_and_evaluates_a_project(tmp_path: Path) -> None:
     """The copy has only tracked files, and uses this environment so that `make demo` does not create one."""
     copy_tracked(tmp_path)
-    environment = Path(shutil.which("pytest", path=str(Path(sys.executable).parent)) or "").parents[1]
-    (tmp_path / ".venv").symlink_to(environment)
-    assert (environment / "installed").exists(), "make did not make the environment of these tests"
+    (tmp_path / ".venv").symlink_to(ENVIRONMENT)
+    assert (ENVIRONMENT / "installed").exists(), "make did not make the environment of these tests"
     for name in ("requirements.txt", "{{cookiecutter.project_slug}}/constraints.txt"):
         os.utime(tmp_path / name, (0, 0))  # Older than the environment, which is up to date for make.
     words = ["make", "demo", "launcher=spawn", 'project_name=It\'s "mine" & $HOME']

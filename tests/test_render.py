@@ -223,7 +223,7 @@ CHANGED = {
     },
     "launcher": {
         *("README.md", "scripts/launch.sh", ".vscode/launch.json", ".run/train_on_two_ranks.run.xml"),
-        *("scripts/job.yaml", "scripts/trainjob.yaml", *package("launch/spawn.py")),
+        *("scripts/job.yaml", "scripts/trainjob.yaml", *package("launch/spawn.py", "launch/values.py")),
     },
     "cluster": {
         *("README.md", ".gitignore", "scripts/train.sbatch"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, run
+from conftest import ENVIRONMENT, Bake, run
 from runs import (
     ENDLESS,
     SHORT,
@@ -271,7 +270,7 @@ def test_pgrep_lists_a_run_until_its_launcher_is_killed(bake: Bake, symptom: str
     """While the run is listed, another run cannot use its directory."""
     project = bake(launcher=launcher)
     pgrep = next(iter(re.findall(r"`(pgrep [^`]+)`", (project / "README.md").read_text())))
-    (project / ".venv").symlink_to(Path(shutil.which("pytest", path=str(Path(sys.executable).parent)) or "").parents[1])
+    (project / ".venv").symlink_to(ENVIRONMENT)
     arguments = ("train", *SHORT, *ENDLESS, "--data.num_workers", "1", "--run.dir", "run")
     folder, log = project / "run", project / "log"
 

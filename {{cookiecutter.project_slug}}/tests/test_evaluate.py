@@ -42,7 +42,7 @@ def plain_metrics(run: Path) -> dict[str, Any]:
 def assert_metrics(record: dict[str, Any], expected: dict[str, Any]) -> None:
     assert record.keys() >= expected.keys()
     for name, value in expected.items():
-        assert record[name] == pytest.approx(value, rel=1e-5), name
+        assert record[name] == pytest.approx(value, rel=1e-5), f"{name}: was each sample counted once, in order?"
 
 
 @pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=split_id)

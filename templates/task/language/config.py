@@ -9,7 +9,7 @@ class DatasetConfig:
     """Use only this many bytes of the text; null uses all of it."""
     test_bytes: PositiveInt = 200_000
     """Bytes at the end of that part that form the test split; the rest is the training split."""
-    cache: str = "runs/texts"
+    cache: str = field(default="runs/texts", metadata={"place": True})
     """Cache folder for the concatenated files of a text folder, which are memory-mapped; created if missing."""
 
     def check(self) -> None:

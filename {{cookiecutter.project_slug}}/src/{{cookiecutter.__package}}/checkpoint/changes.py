@@ -1,17 +1,15 @@
 """The settings of a run and those of the checkpoint that it resumes: which may differ, and what is said about it."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ..config import UserError, sections
 
 Settings = Mapping[str, Mapping[str, Any]]
 
-# Which run it is and where its files are; nothing to report.
+# Which run it is and where its files are; nothing to report. So is a field with the metadata ``place``.
 PLACES = {"run.dir", "checkpoint.resume", "model.weights", "model.weights_except"}
-#:: if cookiecutter.task == "language" ::#
-PLACES |= {"dataset.cache"}
-#:: endif ::#
 
 
 def check_changes(saved: Settings, settings: Settings, samples: int) -> list[str]:
@@ -23,9 +21,10 @@ def check_changes(saved: Settings, settings: Settings, samples: int) -> list[str
     lines = []
     for section, values in settings.items():
         before = saved_section(saved, section)
+        places = {field.name for field in fields(before) if "place" in field.metadata}
         for key, value in values.items():
             name, previous = f"{section}.{key}", getattr(before, key)
-            if name in PLACES or to_list(previous) == to_list(value):
+            if name in PLACES or key in places or to_list(previous) == to_list(value):
                 continue
             if section in ("model", "dataset"):
                 raise UserError(f"{name} is {value}, and {previous} in the checkpoint; give that, or another run.dir")
