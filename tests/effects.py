@@ -57,6 +57,11 @@ def shows(*settings: str, effects: dict[str, Effect] = EFFECTS) -> Callable[[Eff
     return register
 
 
+def backend_options() -> Any:
+    """Return the options of the process group, which have its timeout."""
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options
+
+
 @shows("run.dir")
 def run_dir(lab: Lab) -> None:
     folder = lab.new_folder()
@@ -297,6 +302,26 @@ def count_saved_bytes(lab: Lab, value: str) -> int:
     return sum(sizes)
 
 
+@shows("train.on_nonfinite")
+def on_nonfinite(lab: Lab) -> None:
+    trainer = lab.trainer("--train.on_nonfinite", "skip", *MOVING)
+    with mock.patch.object(
+        trainer.parallel, "add_loss", lambda *arguments, add=trainer.parallel.add_loss: add(*arguments) * math.nan
+    ):
+        take_steps(trainer)
+    before = {name: local(p).detach().clone() for name, p in trainer.parallel.module.named_parameters()}
+    take_steps(trainer)
+    after = {name: local(p).detach() for name, p in trainer.parallel.module.named_parameters()}
+    assert 0 < distance(before, after) < math.inf
+
+
+@shows("train.check_replicas_every")
+def check_replicas_every(lab: Lab) -> None:
+    with mock.patch.object(lab.module("train"), "check_replicas") as check:
+        lab.run("--train.max_steps", "5", "--train.check_replicas_every", "2")
+    assert [call.args[1] for call in check.call_args_list] == [2, 4]
+
+
 @shows("train.log_every")
 def log_every(lab: Lab) -> None:
     assert recorded_steps(lab.run("--train.max_steps", "5", "--train.log_every", "2"), "train") == [2, 4, 5]
@@ -334,10 +359,20 @@ def resume(lab: Lab) -> None:
     assert "never" in lab.refusal(lambda: lab.run(*words, "never", "--run.dir", str(first)))
 
 
+@shows("checkpoint.timeout_seconds")
+def saving_timeout(lab: Lab) -> None:
+    trainer, options = lab.trainer("--checkpoint.timeout_seconds", "5432"), backend_options()
+    with mock.patch.object(trainer.checkpointer, "save", lambda _: waits.append(options._timeout)):
+        waits = [options._timeout]
+        trainer.write_checkpoint()
+        waits.append(options._timeout)
+    assert waits == [waits[0], timedelta(seconds=5432), waits[0]]
+
+
 @shows("distributed.timeout_seconds", "distributed.startup_timeout_seconds")
 def timeouts(lab: Lab) -> None:
     words = "--distributed.startup_timeout_seconds 555 --distributed.timeout_seconds 444".split()
-    trainer, options = lab.trainer(*words), dist.group.WORLD._get_backend(torch.device("cpu")).options
+    trainer, options = lab.trainer(*words), backend_options()
     at_start = options._timeout
     trainer.end_startup()
     later = options._timeout

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_map_only
 
 from .config import Config, UserError
 from .model import blocks
-from .runtime import Process
+from .runtime import Process, get_rng_state, set_rng_state
 from .splitting import prepare_blocks, split_batch
 from .strategy import LossFn, Strategy
 
@@ -34,7 +36,7 @@ class Parallel(Strategy):
         mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("data", "tensor"))
         dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
         super().__init__(loss_fn, config, process, dp_rank, dp_group)
-        self.is_first = mesh.get_local_rank("tensor") == 0
+        self.group, self.is_first = mesh["tensor"].get_group(), mesh.get_local_rank("tensor") == 0
         check_plan(model)
         prepare_blocks(blocks(model) or [model], config.train)
         self.module = model
@@ -59,12 +61,20 @@ class Parallel(Strategy):
     def predict(self, inputs: Any) -> Any:
         with self.local_parameters(), self.autocast():
             outputs = self.module(inputs)
+        # Also where they are dropped: PyTorch warns of messages that nobody waited for.
+        outputs = tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.wait, outputs)
         return outputs if self.is_first else None  # All ranks of a group have the same outputs.
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         norm = self.gradient_norm()
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
+
+    def align_random_state(self) -> None:
+        # Replicated activations would otherwise drop other units on each rank of a group.
+        state = [get_rng_state(self.device)]
+        dist.broadcast_object_list(state, group=self.group, group_src=0)
+        set_rng_state(state[0], self.device)
 
     @contextmanager
     def local_parameters(self) -> Iterator[None]:

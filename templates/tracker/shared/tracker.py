@@ -4,7 +4,6 @@
 {"event": "eval", "step": 110, "split": "test", "num_samples": 360, "loss": 0.31, ...}
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from .metrics import draw_curves, truncate_metrics
+from .metrics import draw_curves, format_record, truncate_metrics
 
 
 class Tracker:
@@ -31,16 +30,17 @@ class Tracker:
         #:: endblock ::#
 
     @contextmanager
-    def record(self, done: int, total: int | None) -> Iterator[None]:
+    def record(self, done: int, total: int | None, evaluated: int) -> Iterator[None]:
         """Record a run of ``total`` steps (None: unknown) for the duration of a ``with`` block.
 
-        Existing records after step ``done`` are left from an interrupted run, and are dropped.
+        Records after step ``done`` and evaluations after step ``evaluated`` are left from an interrupted run, and are
+        dropped.
         """
         if not self.is_main:
             yield
             return
         path = self.run_dir / "metrics.jsonl"
-        truncate_metrics(path, done)
+        truncate_metrics(path, done, evaluated)
         bar = tqdm(total=total, initial=done, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
         with ExitStack() as stack:
             self.metrics = stack.enter_context(open(path, "a", encoding="utf-8", buffering=1))
@@ -59,7 +59,7 @@ class Tracker:
         """Write a record (``event``, ``step`` and metrics) to all outputs."""
         if self.metrics is None or self.bar is None:
             return
-        self.metrics.write(json.dumps(record) + "\n")
+        self.metrics.write(format_record(record) + "\n")
         #:: block log ::#
         #:: endblock ::#
         metrics = "  ".join(

@@ -135,6 +135,12 @@ class TrainConfig:
     """Keep only the input of each block for backward and recompute the rest: less memory, a third more computation."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Maximum norm of the whole gradient; null turns clipping off."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or a gradient that is inf or NaN does: it never reaches the weights. stop: the run ends by the next
+    log line, which names step, rank and where it can the samples or the module. skip: it goes on without the step."""
+    check_replicas_every: PositiveInt | None = None
+    """Steps between two checks that ranks hold the same where they should, such as copies of the weights; null checks
+    never. It reads all weights and the optimizer's state."""
     log_every: PositiveInt = 10
     """Steps between two metrics records; the loop waits for the device only then."""
     #:: if cookiecutter.task == "digits" ::#
@@ -164,6 +170,8 @@ class CheckpointConfig:
     """Steps between two checkpoints; null saves only at the end and when the model is the best so far."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
+    timeout_seconds: PositiveFloat = 3600.0
+    """Longest wait of the other ranks while one writes a checkpoint."""
     resume: str = "auto"
     """auto: resume if run.dir holds a checkpoint. never: reject a run.dir with one. Or the path of a checkpoint."""
 

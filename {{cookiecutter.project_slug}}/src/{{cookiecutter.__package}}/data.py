@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from .config import DataConfig, UserError
 from .dataset import collate_fn
 from .launch import init_loader_worker
-from .splitting import InStep, Key, SeededDataset, Stream, identity
+from .splitting import InStep, Key, SeededDataset, Stream, check_same_dataset, identity
 from .strategy import Strategy
 
 
@@ -88,13 +88,18 @@ def build_train_loader(
 
 
 def seed_dataset(dataset: Any, seed: int) -> SeededDataset:
-    """Return a map-style dataset whose random numbers are a function of (seed, epoch, index); reject any other."""
+    """Return a map-style dataset whose random numbers are a function of (seed, epoch, index); a collective.
+
+    Rejects any other dataset, and one that is not the same on all ranks.
+    """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
             f"build_datasets returned a {type(dataset).__name__} without __len__ or __getitem__; give it both, or make "
             "the training set an IterableDataset"
         )
-    return SeededDataset(dataset, collate_fn, seed)
+    seeded = SeededDataset(dataset, collate_fn, seed)
+    check_same_dataset(type(dataset).__name__, len(dataset), lambda index: seeded.get_samples([(0, index)]))
+    return seeded
 
 
 def build_loader(

@@ -84,8 +84,21 @@ class Strategy(ABC):
         return self.losses.finish(self.module, self.dp_group)
 
     def average_buffers(self) -> None:
-        """Average floating-point buffers (BatchNorm's statistics) over ranks with different samples; a collective."""
-        for buffer in self.module.buffers():
-            if buffer.is_floating_point() and self.dp_size > 1:
-                dist.all_reduce(buffer, group=self.dp_group)
-                buffer /= self.dp_size
+        """Make buffers the same on ranks with different samples; a collective.
+
+        BatchNorm's statistics are averaged; other floating-point buffers become those of ranks with the first share.
+        """
+        if self.dp_size == 1:
+            return
+        for module in self.module.modules():
+            for buffer in module.buffers(recurse=False):
+                if not buffer.is_floating_point():
+                    continue
+                if isinstance(module, nn.modules.batchnorm._NormBase):
+                    dist.all_reduce(buffer, group=self.dp_group)
+                    buffer /= self.dp_size
+                else:
+                    dist.broadcast(buffer, group=self.dp_group, group_src=0)
+
+    def align_random_state(self) -> None:  # noqa: B027
+        """Give ranks that compute the same the same random numbers, for example for dropout; a collective."""

@@ -1,8 +1,9 @@
 """The training loop: forward, backward, clip, step; between steps, log, evaluate and save when due."""
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import STARTED, dataset, runtime
-from .checkpoint import Checkpointer, Progress, load_weights
+from .checkpoint import Checkpointer, Progress, check_replicas, load_weights
 from .config import Config, UserError
 from .data import build_train_loader
 from .evaluate import Evaluator
@@ -19,7 +20,7 @@ from .launch import acquire_run_directory, is_restart
 from .model import build_model
 from .optim import Schedule, build_optimizer, count_steps
 from .parallel import Parallel
-from .reporting import Throughput, Tracker, write_provenance
+from .reporting import FiniteGuard, Throughput, Tracker, check_finite, write_provenance
 from .runtime import Process, Stopped, StopSignal, on_main, report_failures
 from .splitting import to_device, unpack
 
@@ -60,19 +61,21 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(process.device.type, enabled=config.train.precision == "fp16")
         register("scheduler", self.scheduler)
         register("scaler", self.scaler)
+        stops, is_scaled = config.train.on_nonfinite == "stop", self.scaler.is_enabled()
+        self.guard = FiniteGuard(self.parallel.module, process.device, stops, is_scaled)
 
         self.stop = StopSignal()
         self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
-        self.progress = Progress()
-        self.first_step = self.saved_step = 0
+        self.progress = self.saved = Progress()
+        self.first_step = 0
         self.throughput = Throughput(config.data.global_batch_size)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
         """Resume from the first of the ``candidates`` that can be read, if there are any."""
         config, progress = self.config, self.checkpointer.restore(candidates)
-        self.progress, self.first_step, self.saved_step = progress, progress.step, progress.step
+        self.progress, self.first_step, self.saved = progress, progress.step, replace(progress)
         if (steps := self.sampler.steps_per_epoch) is not None:
             others = progress.step - progress.epoch * steps - progress.samples // config.data.global_batch_size
             planned_steps, self.total_steps = count_steps(steps, config.train, config.optim, others)
@@ -81,7 +84,8 @@ class Trainer:
     def run(self) -> None:
         """Train to the end; on a stop signal, save and leave the remaining steps to the next start."""
         progress, stopped = self.progress, False
-        recording = self.tracker.record(progress.step, self.total_steps)
+        self.parallel.align_random_state()
+        recording = self.tracker.record(progress.step, self.total_steps, progress.evaluated_step)
         with recording, self.checkpointer, self.stop, report_failures(lambda: f"after step {progress.step}"):
             ranks = f"{self.process.world_size} rank(s), {self.process.device.type}"
             self.tracker.print(f"{self.config.run.dir}: step {progress.step} of {self.total_steps or '?'} on {ranks}")
@@ -89,7 +93,6 @@ class Trainer:
             try:
                 if self.is_evaluation_due():
                     self.evaluate()
-                    self.save()
                 while progress.step != self.total_steps and progress.epoch < self.config.train.epochs:
                     self.run_epoch()
                 if progress.step == 0:
@@ -116,10 +119,12 @@ class Trainer:
         progress.epoch, progress.samples = epoch + 1, 0
 
     def finish(self) -> None:
-        """Evaluate and save, unless the last step did: the end of a stream is not known before it."""
+        """Evaluate unless the last step did (the end of a stream is not known before it), and save that."""
         if self.progress.evaluated_step < self.progress.step:
+            self.save()
             self.evaluate()
-        self.save()
+        if self.saved != self.progress:
+            self.write_checkpoint()
 
     def is_evaluation_due(self) -> bool:
         """Return whether this step is to be evaluated, and has not been yet: a stop signal may interrupt it."""
@@ -131,6 +136,7 @@ class Trainer:
         """Take one step, then log, evaluate and save if due."""
         progress, config = self.progress, self.config
         lr = float(self.scheduler.get_last_lr()[0])
+        self.guard.begin(progress.step + 1, progress.epoch, progress.samples)
         losses, norm = self.step(inputs, targets)
         progress.step += 1
         progress.samples += config.data.global_batch_size
@@ -140,15 +146,17 @@ class Trainer:
         is_last = progress.step == self.total_steps
         if is_last or is_due(progress.step, config.train.log_every):
             self.log(losses, norm, lr)
+        if is_due(progress.step, config.train.check_replicas_every):
+            check_replicas(self.checkpointer.replicable_state(), progress.step)
         if progress.samples // config.data.global_batch_size == self.sampler.steps_per_epoch:
             progress.epoch, progress.samples = progress.epoch + 1, 0
-        # Evaluation first: the checkpoint then records whether it is the best.
-        if self.is_evaluation_due():
-            self.evaluate()
+        # Before the evaluation, which may fail; a run that resumes from there evaluates again.
         if is_last or is_due(progress.step, config.checkpoint.every_steps):
             self.save()
+        if self.is_evaluation_due():
+            self.evaluate()
 
-    def step(self, inputs: Any, targets: Any) -> tuple[dict[str, Tensor], Tensor | None]:
+    def step(self, inputs: Any, targets: Any) -> tuple[dict[str, Tensor], Tensor]:
         """Take one optimizer step, without waiting for the device.
 
         Args:
@@ -156,15 +164,14 @@ class Trainer:
             targets: Its targets.
 
         Returns:
-            This rank's part of each mean loss, and the norm of the gradient (None unless it is clipped).
+            This rank's part of each mean loss, and the norm of the whole model's gradient before it is clipped.
         """
         device, clip = self.process.device, self.config.train.clip_grad_norm
         inputs, targets = to_device(inputs, device), to_device(targets, device)
         losses = self.parallel.forward_backward(inputs, targets, self.scaler)
-        norm = None
-        if clip is not None:
-            self.scaler.unscale_(self.optimizer)  # Otherwise the scaled gradient would be clipped.
-            norm = self.parallel.clip_grad_norm(clip)
+        self.scaler.unscale_(self.optimizer)  # Otherwise the scaled gradient would be clipped.
+        norm = self.parallel.clip_grad_norm(math.inf if clip is None else clip)
+        self.guard.protect(losses["loss"], norm, self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
@@ -179,35 +186,42 @@ class Trainer:
         runtime.set_timeout(self.config.distributed.timeout_seconds)
         self.throughput.start(self.progress.step)
 
-    def log(self, losses: dict[str, Tensor], norm: Tensor | None, lr: float) -> None:
+    def log(self, losses: dict[str, Tensor], norm: Tensor, lr: float) -> None:
         """Log the last step; only here does the loop wait for the device."""
+        check_finite(self)
         values = torch.stack(list(losses.values()))
         dist.all_reduce(values)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
-        record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr}
-        if norm is not None:
-            record["grad_norm"] = norm.item()
+        record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr, "grad_norm": norm.item()}
+        if self.guard.skipped:
+            record["skipped_steps"] = self.guard.skipped
         self.tracker.log(record | self.throughput.measure(self.progress.step))
 
     def evaluate(self) -> None:
         """Evaluate on the test set, and save the model if it is the best so far."""
+        check_finite(self)
         progress = self.progress
         record = self.evaluator()
         progress.evaluated_step = progress.step
-        self.saved_step = 0  # If there is a checkpoint of this step, it lacks the evaluation.
         self.tracker.log({"event": "eval", "step": progress.step, "split": "test", **record})
         value, sign = record[dataset.BEST_METRIC], 1 if dataset.HIGHER_IS_BETTER else -1
-        if progress.best_value is None or sign * value > sign * progress.best_value:
+        if math.isfinite(value) and (progress.best_value is None or sign * value > sign * progress.best_value):
             progress.best_step, progress.best_value = progress.step, value
             self.save()
         self.throughput.start(self.progress.step)
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless one exists."""
-        if self.saved_step < self.progress.step:
-            self.parallel.average_buffers()
+        if self.saved.step < self.progress.step:
+            self.write_checkpoint()
+
+    def write_checkpoint(self) -> None:
+        """Save a checkpoint of this step, in place of one that exists."""
+        check_finite(self)
+        self.parallel.average_buffers()
+        with runtime.timeout(self.config.checkpoint.timeout_seconds):
             self.checkpointer.save(self.progress)
-            self.saved_step = self.progress.step
+        self.saved = replace(self.progress)
         self.throughput.start(self.progress.step)
 
 

@@ -12,4 +12,5 @@ from .changes import saved_section
 from .checkpointer import Checkpointer, Progress
 from .convert import convert
 from .loading import load_model, read_on_main
+from .replicas import check_replicas
 from .weights import load_weights

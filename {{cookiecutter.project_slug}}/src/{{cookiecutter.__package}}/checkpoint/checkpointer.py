@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config import CheckpointConfig, UserError
 from ..launch import check_run_directory, list_checkpoints
-from ..runtime import Process, get_rng_state, on_main, remove, set_rng_state, write_atomically
+from ..runtime import Process, get_rng_state, new_patient_group, on_main, remove, set_rng_state, write_atomically
 from . import sharded
 from .changes import check_changes
 from .loading import FORMAT, DamagedCheckpointError, load, read_on_main
@@ -69,7 +69,7 @@ class Checkpointer:
         self.is_restored = self.is_checked = False
         self.pending: tuple[Future[Any], Path] | None = None
         # Sharded saves exchange messages in a thread while training does, so they need their own group.
-        self.group: Any = dist.new_group(backend="gloo") if config.format == "sharded" else None
+        self.group: Any = new_patient_group(config.timeout_seconds) if config.format == "sharded" else None
 
     def register(self, name: str, stateful: Any, kind: Literal["run", "rank", "tensors"] = "run") -> None:
         """Save and restore ``stateful``, which has ``state_dict`` and ``load_state_dict``, under ``name``.
@@ -155,6 +155,11 @@ class Checkpointer:
         """Return all tensors that this rank holds, by name."""
         named = {name: each.state_dict() for name, each in self.stateful["tensors"].items()}
         return flat_state_dict(self.module, self.optimizers, named)
+
+    def replicable_state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that ranks may hold in common; buffers are each rank's own until they are averaged."""
+        buffers = {f"model.{name}" for name, _ in self.module.named_buffers()}
+        return {name: tensor for name, tensor in self.state().items() if name not in buffers}
 
     def build_header(self, progress: Progress) -> dict[str, Any]:
         """Return everything in a checkpoint except its tensors, complete only on rank 0; a collective."""

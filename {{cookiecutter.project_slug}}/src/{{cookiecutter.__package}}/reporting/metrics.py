@@ -1,6 +1,7 @@
 """``metrics.jsonl``: reading it, truncating it when a run resumes, drawing its curves."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -30,12 +31,23 @@ def parse(line: bytes) -> dict[str, Any] | None:
     return record if is_record else None
 
 
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drop the records after ``step``, which a run that resumes from there writes again; set a damaged file aside."""
+def format_record(record: dict[str, Any]) -> str:
+    """Return a record as a line of JSON, which has no inf or NaN: they become null."""
+    is_bad = {name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({name: None if name in is_bad else value for name, value in record.items()}, allow_nan=False)
+
+
+def truncate_metrics(path: Path, step: int, evaluated_step: int) -> None:
+    """Drop the records that a run writes again; set a damaged file aside.
+
+    They are those after ``step``, which it resumes from, and evaluations after ``evaluated_step``.
+    """
     records, is_intact = read_metrics(path)
     if not is_intact:
         set_aside(path)
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+    last = {"eval": evaluated_step}
+    kept = [record for record in records if record["step"] <= last.get(record["event"], step)]
+    replace_text(path, "".join(format_record(record) + "\n" for record in kept))
 
 
 def set_aside(path: Path) -> None:
@@ -61,7 +73,7 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
         (left, "train", "step", "loss"),
         *((right, "eval", "environment_steps", key) for key in ("max_return", best_metric, "min_return")),
     ):
-        chosen = [record for record in records if record["event"] == event and {unit, key} <= record.keys()]
+        chosen = [record for record in records if record["event"] == event and unit in record and record.get(key) is not None]
         points = [(record[unit], record[key]) for record in chosen]
         if points:
             axes.plot(*zip(*points, strict=True), label=key.replace("_", " "))
@@ -73,7 +85,8 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
         (left, "eval", "loss", "test loss"),
         (right, "eval", best_metric, f"test {best_metric}"),
     ):
-        points = [(record["step"], record[key]) for record in records if record["event"] == event and key in record]
+        chosen = [record for record in records if record["event"] == event and record.get(key) is not None]
+        points = [(record["step"], record[key]) for record in chosen]
         if points:
             axes.plot(*zip(*points, strict=True), label=label)
             axes.legend()
@@ -101,7 +114,7 @@ class Throughput:
 
 def append_record(record: dict[str, Any], run_dir: str) -> None:
     """Print a record as one line of JSON; if a run directory is given, also append it to its metrics."""
-    line = json.dumps(record)
+    line = format_record(record)
     print(line)
     if run_dir:
         Path(run_dir).mkdir(parents=True, exist_ok=True)

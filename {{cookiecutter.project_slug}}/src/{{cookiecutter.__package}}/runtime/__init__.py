@@ -11,10 +11,12 @@ from .process_group import (
     choose_backend,
     choose_device,
     find_process,
+    new_patient_group,
     on_main,
     process_group,
     rendezvous_arguments,
     set_timeout,
+    timeout,
 )
 from .reproducibility import get_rng_state, seed_rank, set_exact_arithmetic, set_rng_state
 from .stop_signal import Stopped, StopSignal, exit_stopped

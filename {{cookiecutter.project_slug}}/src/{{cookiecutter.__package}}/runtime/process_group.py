@@ -5,6 +5,7 @@ process_group          init_process_group ... destroy_process_group, around ever
   on_main              rank 0 does something, every rank gets the result
   all_gather_object    every rank gets the objects of all ranks
   set_timeout          short waits, once start-up is over
+  timeout              long ones, for what takes as long as it takes
 """
 
 import gc
@@ -22,6 +23,10 @@ from ..launch import ProcessInfo, collective_timeout, find_process_info, is_port
 from .failures import report_failures
 
 T = TypeVar("T")
+
+# How long ranks wait for each other now, in seconds, and the groups that have a timeout of their own.
+WAIT = {"seconds": 0.0}
+PATIENT_GROUPS: set[dist.ProcessGroup] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +61,13 @@ def process_group(config: DistributedConfig, devices_per_rank: int) -> Iterator[
             device_id=process.device if on_accelerator and devices_per_rank == 1 else None,
             **rendezvous_arguments(config.init_method, process),
         )
+    WAIT["seconds"] = config.startup_timeout_seconds
     try:
         with report_failures(lambda: "outside of training"):
             yield process
     finally:
         dist.destroy_process_group()
+        PATIENT_GROUPS.clear()
         # If a gloo thread drops the last reference to a Python object at interpreter exit, the process aborts.
         gc.collect()
 
@@ -143,8 +150,27 @@ def rendezvous_errors(process: Process, init_method: str) -> Iterator[None]:
 
 def set_timeout(seconds: float) -> None:
     """Set how long to wait for other ranks from now on, in all existing groups; new ones have PyTorch's default."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    WAIT["seconds"] = seconds
+    for group in dist.distributed_c10d._world.pg_map.keys() - PATIENT_GROUPS:
         dist.distributed_c10d._set_pg_timeout(collective_timeout(seconds), group)
+
+
+@contextmanager
+def timeout(seconds: float) -> Iterator[None]:
+    """Wait ``seconds`` for other ranks in a ``with`` block, or as long as otherwise if that is longer."""
+    before = WAIT["seconds"]
+    set_timeout(max(seconds, before))
+    try:
+        yield
+    finally:
+        set_timeout(before)
+
+
+def new_patient_group(seconds: float) -> Any:
+    """Return a group of all ranks on the CPU, which always waits ``seconds``; a collective."""
+    group = dist.new_group(backend="gloo", timeout=collective_timeout(seconds))
+    PATIENT_GROUPS.add(group)
+    return group
 
 
 def all_gather_object(own: T) -> list[T]:

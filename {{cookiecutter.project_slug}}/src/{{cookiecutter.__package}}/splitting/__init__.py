@@ -6,6 +6,7 @@
 This room knows tensors, modules and datasets in general; it does not know this project's, nor the loop.
 """
 
+from .agreement import check_same_dataset
 from .blocks import prepare_blocks
 #:: if cookiecutter.__plays ::#
 from .environments import derive_seed, to_tensor, to_valid

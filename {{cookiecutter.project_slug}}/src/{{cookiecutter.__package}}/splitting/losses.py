@@ -21,7 +21,8 @@ from ..runtime import all_gather_object
 
 Loss = Tensor | dict[str, Tensor]  # A sum, or named sums, of which "loss" is differentiated.
 Weight = Tensor | float
-LOGGED = {"event", "step", "epoch", "lr", "grad_norm", "samples_per_second"}  # What a record holds besides.
+# What a record holds besides.
+LOGGED = {"event", "step", "epoch", "lr", "grad_norm", "samples_per_second", "skipped_steps"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,161 @@
+"""Losses and gradients that are not finite (inf or NaN): they never reach the weights, and the run says where from.
+
+    step 41   the norm of the gradient is NaN: the fused optimizer leaves the step out, on the device; no rank waits
+    step 50   a log line, which waits for the device anyway: the run ends with the weights of step 40 (stop), or goes
+              on, and the record counts the steps that were left out (skip)
+
+The norm is that of the whole model's gradient, so all ranks decide alike.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Sampler
+
+from ..config import UserError
+from ..runtime import all_gather_object
+from ..splitting import to_device, unpack
+
+SHOWN = 5  # Samples of each rank that a message names.
+
+
+class FiniteGuard:
+    """Leaves out the optimizer steps whose gradient is not finite; with ``stops``, also all that follow.
+
+    Args:
+        module: This rank's part of the model. If the run goes on, its floating-point buffers, such as BatchNorm's
+            statistics, are not changed by such steps either.
+        device: Where losses and the norm of the gradient are.
+        stops: Whether the run ends, and does not go on without the step.
+        is_scaled: Whether a ``GradScaler`` leaves out steps itself, whenever its factor was too large; then, only
+            losses say that something is wrong.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, stops: bool, is_scaled: bool) -> None:
+        self.stops, self.is_scaled = stops, is_scaled
+        self.buffers = [] if stops else [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        self.kept = [buffer.clone() for buffer in self.buffers]
+        # Since the last look: the first step with such a loss on this rank, the first with such a gradient (0: none),
+        # and the number of steps that were left out.
+        self.seen = torch.zeros(3, dtype=torch.int64, device=device)
+        self.positions: dict[int, tuple[int, int]] = {}
+        self.skipped = 0  # Steps that were left out since this process started.
+
+    def begin(self, step: int, epoch: int, samples: int) -> None:
+        """Note which step comes next, and its place in the data: the epoch, and the samples of it consumed before."""
+        self.positions[step] = (epoch, samples)
+
+    def protect(self, loss: Tensor, norm: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+        """Make the next step of ``optimizers`` do nothing if the gradient is not finite; this waits for no device.
+
+        Args:
+            loss: This rank's part of the loss.
+            norm: The norm of the whole model's gradient.
+            optimizers: A fused one checks on the device; for another, the process has to wait for it.
+        """
+        is_bad = ~torch.stack([loss.detach().float(), norm.detach().float()]).isfinite()
+        is_first = is_bad & (self.seen[:2] == 0)
+        self.seen[:2] += is_first * max(self.positions, default=1)
+        left_out = self.seen[1] > 0 if self.stops else is_bad[1]
+        self.seen[2] += left_out
+        for buffer, kept in zip(self.buffers, self.kept, strict=True):
+            kept.copy_(torch.where(left_out, kept, buffer))
+            buffer.copy_(kept)
+        for optimizer in optimizers if not self.is_scaled else ():
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.found_inf = left_out.float()  # type: ignore[attr-defined]
+            elif left_out:
+                optimizer.zero_grad()
+
+    def look(self) -> tuple[int, str, list[int], int]:
+        """Return what was not finite since the last look, as (step, loss or gradient, ranks, number of steps).
+
+        The step is 0 if everything was finite. Waits for the device; a collective.
+        """
+        everyone = all_gather_object(self.seen.tolist())
+        self.seen.zero_()
+        if self.is_scaled:
+            everyone = [[loss, 0, 0] for loss, *_ in everyone]
+        step = min((step for seen in everyone for step in seen[:2] if step), default=0)
+        what = "loss" if any(loss == step for loss, *_ in everyone) else "gradient"
+        ranks = [rank for rank, seen in enumerate(everyone) if seen[what == "gradient"] == step]
+        return step, what, ranks, max(count for *_, count in everyone)
+
+
+def check_finite(trainer: Any) -> None:
+    """Reject a loss or a gradient that was not finite since the last call, or print which steps were left out.
+
+    A collective, which waits for the device.
+    """
+    guard = trainer.guard
+    step, what, ranks, count = guard.look()
+    positions, guard.positions = guard.positions, {}
+    if not step:
+        return
+    found = f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}"
+    if not guard.stops:
+        guard.skipped += count
+        trainer.tracker.print(f"{found}; skipped {count} step(s) up to step {trainer.progress.step}")
+        return
+    places = all_gather_object(locate(trainer, *positions[step]))
+    shown = next((f", first in {place}" for place in places if place), "")
+    raise UserError(
+        f"{found}{shown}. The run ends with its last checkpoint; mend the samples or the model, lower optim.lr, or set "
+        "train.on_nonfinite to skip such steps"
+    )
+
+
+def locate(trainer: Any, epoch: int, samples: int) -> str:
+    """Run the forward of a step again, and return what was the first not to be finite in it; empty if all was.
+
+    The weights are still those before the step.
+    """
+    trainer.sampler.set_epoch(epoch, start=samples)
+    inputs = to_device(unpack(next(iter(trainer.loader)))[0], trainer.process.device)
+    if rows := nonfinite_rows(inputs):
+        return f"the inputs of samples {name_samples(trainer, rows)}"
+    with nonfinite_module(trainer.parallel.module) as found:
+        trainer.parallel.predict(inputs)
+    return f"the output of {found[0]}" if found else ""
+
+
+def nonfinite_rows(inputs: Any) -> list[int]:
+    """Return the numbers of the samples in a batch that are not finite."""
+    parts = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return sorted({row for part in parts for row in (~part.flatten(1).isfinite()).any(1).nonzero().flatten().tolist()})
+
+
+def name_samples(trainer: Any, rows: list[int]) -> str:
+    """Return the indices of samples in the training set; their places in the batch if the set is a stream."""
+    sampler, names = trainer.sampler, rows
+    if isinstance(sampler, Sampler):
+        keys = list(islice(sampler, rows[-1] + 1))
+        names = [keys[row][1] for row in rows]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(str, names[:SHOWN])) + more
+
+
+@contextmanager
+def nonfinite_module(model: nn.Module) -> Iterator[list[str]]:
+    """Yield a list that gets the names of modules whose output is not finite, in the order in which they compute it."""
+    found: list[str] = []
+
+    def observe(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            parts = [part for part in tree_leaves(outputs) if isinstance(part, Tensor) and part.is_floating_point()]
+            if not all(part.isfinite().all() for part in parts):
+                found.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(observe(name)) for name, module in model.named_modules() if name]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
