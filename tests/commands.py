@@ -102,6 +102,13 @@ def run_both_machines(command: Command) -> None:
     command.run(f"({second}) & {first} && wait $!", PORT=str(free_port()), NPROC="1", GLOO_SOCKET_IFNAME="lo")
 
 
+def run_chaos(command: Command) -> None:
+    """Run the script for a short run, with one kill."""
+    provide_runs(command)
+    settings = small_settings(Command("train", command.document, command.project))
+    command.run(f"{command.text} {shlex.join(settings)}", KILLS="1")
+
+
 def run_under_mpi(command: Command) -> None:
     run_ours(command, **MPI)
 
@@ -250,6 +257,7 @@ class Rule:
 RULES = {
     # This project's program, and what starts it.
     **dict.fromkeys(("launch.sh", "my_experiment"), Rule("run", run_ours)),
+    "chaos.sh": Rule("run", run_chaos),
     "multinode.sh": Rule("run", run_both_machines),
     **dict.fromkeys(("mpirun", "mpiexec"), Rule("run", run_under_mpi)),
     "srun": Rule("run", run_under_srun, slurm=True),
