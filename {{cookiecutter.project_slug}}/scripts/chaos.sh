@@ -20,9 +20,12 @@ if [[ -z "${PYTHON:-}" ]]; then
 fi
 train=(scripts/launch.sh train --train.log_every 1 --checkpoint.every_steps 5 "$@" --checkpoint.format full)
 
-SECONDS=0
+count_records() {
+    if [[ -f "$folder/$1/metrics.jsonl" ]]; then wc -l <"$folder/$1/metrics.jsonl"; else echo 0; fi
+}
+
 "${train[@]}" --run.dir "$folder/whole"
-length=$((SECONDS + 1))
+length="$(count_records whole)"
 
 set -m # Each job gets a process group of its own.
 kills=0 status=1
@@ -30,7 +33,10 @@ while ((status != 0)); do
     "${train[@]}" --run.dir "$folder/killed" &
     launcher=$!
     if ((kills < ${KILLS:-5})); then
-        sleep "$((RANDOM % length)).$((RANDOM % 10))"
+        # A moment after some step, or during the start if the run has come further before.
+        moment=$((RANDOM % length))
+        while kill -0 "$launcher" 2>/dev/null && (($(count_records killed) < moment)); do sleep 0.05; done
+        sleep "0.0$((RANDOM % 10))"
         # The launcher and its ranks: one of them, and the others have to notice; or all of them.
         read -ra targets <<<"$launcher $(pgrep -P "$launcher" | tr '\n' ' ')"
         choice=$((RANDOM % (${#targets[@]} + 1)))
