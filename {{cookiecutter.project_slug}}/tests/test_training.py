@@ -122,6 +122,27 @@ def test_evaluation_is_in_evaluation_mode_and_training_is_not(build: Callable[..
     assert set(modes) == {True}
 
 
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(build: Callable[..., Any], policy: str) -> None:
+    trainer = build("--train.on_nonfinite", policy)
+    step(trainer)
+    before, add_loss = weights_and_moments(trainer), trainer.parallel.add_loss
+    trainer.parallel.add_loss = lambda *arguments: add_loss(*arguments) * math.nan
+    step(trainer)
+    trainer.parallel.add_loss = add_loss
+    after = weights_and_moments(trainer)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    step(trainer)  # A run that stops takes no further step; one that skips does.
+    after = weights_and_moments(trainer)
+    assert any(not torch.equal(after[name], before[name]) for name in before) == (policy == "skip")
+
+
+def weights_and_moments(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return copies of what this rank holds of the weights and of the optimizer's state."""
+    tensors = trainer.checkpointer.replicable_state()
+    return {name: getattr(tensor, "_local_tensor", tensor).clone() for name, tensor in tensors.items()}
+
+
 @dataclass
 class Finished:
     """A run, what its evaluations gave in each step, and how long its ranks would have waited for each other."""
