@@ -52,6 +52,12 @@ PROJECT = {
         SRC + "splitting/losses.py", "total = weight * self.microbatches", "total = weight", SPLIT
     ),
     "gradients are averaged over ranks": Mutant(SRC + "parallel.py", "loss * self.dp_size", "loss", SPLIT),
+    "a gradient that is not finite moves the weights": Mutant(
+        SRC + "train.py",
+        '        self.guard.protect(losses["loss"], norm, self.optimizer)\n',
+        "",
+        "test_training.py::never_reaches_the_weights",
+    ),
     # The optimizer
     "biases decay": Mutant(SRC + "optim.py", '{"weight_decay": 0.0}]', "decay]", SPLIT),
     "nothing decays": Mutant(SRC + "optim.py", '{"weight_decay": config.weight_decay}', '{"weight_decay": 0.0}', SPLIT),
@@ -391,10 +397,10 @@ TEMPLATE = {
     ),
     # BatchNorm
     "buffers are not averaged": Mutant(
-        PACKAGE + "strategy.py", "if buffer.is_floating_point() and self.dp_size > 1:", "if False:", EFFECTS + "ddp"
+        PACKAGE + "strategy.py", "if not buffer.is_floating_point():", "if True:", EFFECTS + "ddp"
     ),
     "a checkpoint has one rank's buffers": Mutant(
-        PACKAGE + "train.py", "            self.parallel.average_buffers()\n", "", EFFECTS + "model_parallel"
+        PACKAGE + "train.py", "        self.parallel.average_buffers()\n", "", EFFECTS + "model_parallel"
     ),
     "ddp: BatchNorm is not synchronized": Mutant(
         STRATEGIES + "ddp/parallel.py",

@@ -1,0 +1,67 @@
+"""What ranks should hold in common is compared, and data that differs between ranks is refused at the start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import CHOICES, Bake
+from runs import SHORT, edit, last_step, launch, plant
+
+pytestmark = pytest.mark.slow
+
+CHECKED = (*SHORT, "--train.check_replicas_every", "2")
+# Several ranks hold each part of the model: how many ranks to start, and with which settings.
+LAYOUTS = {
+    "ddp": (2, ()),
+    "fsdp": (4, ("--parallel.replicas", "2")),
+    "model_parallel": (2, ()),
+    "pipeline": (4, ("--parallel.replicas", "2")),
+    "tensor": (4, ("--parallel.replicas", "2")),
+    "data_parallel": (1, ()),
+}
+
+
+def add_dropout(project: Path) -> Path:
+    """Make the model draw random numbers in training."""
+    mean = "features.mean(dim=(2, 3))"
+    edit(project, "model.py", f"self.linear({mean})", f"self.linear(F.dropout({mean}, training=self.training))")
+    return project
+
+
+@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+def test_replicas_stay_replicas_with_dropout(bake: Bake, tmp_path: Path, parallelism: str) -> None:
+    project, (nproc, layout) = add_dropout(bake(parallelism=parallelism)), LAYOUTS[parallelism]
+    launch(project, "train", *CHECKED, *layout, "--run.dir", tmp_path / "run", nproc=nproc)
+    assert last_step(tmp_path / "run") == 6
+
+
+@pytest.mark.parametrize("parallelism", [name for name in CHOICES["parallelism"] if name != "data_parallel"])
+def test_a_replica_that_differs_ends_the_run(bake: Bake, tmp_path: Path, parallelism: str) -> None:
+    project, (nproc, layout) = bake(parallelism=parallelism, launcher="spawn"), LAYOUTS[parallelism]
+    fault = (
+        "if progress.step == 3 and self.process.rank == 0:\n"
+        "    parameter = list(self.parallel.module.parameters())[0].detach()\n"
+        "    getattr(parameter, '_local_tensor', parameter).flatten()[0] += 1e-6"
+    )
+    plant(project, "train.py", "        progress.step += 1\n", fault)
+    words = (*CHECKED, *layout, "--run.dir", tmp_path / "run")
+    error = launch(project, "train", *words, nproc=nproc, expect=2).stderr
+    assert re.search(r"^error: after step 4, .* do not: model\.\S+ on ranks? 0( and|, )", error, re.MULTILINE), error
+
+
+OTHER_DATA = {  # What a rank does with its labels, and what the message says of it.
+    "self.labels[: 1400 + rank]": "has 1400 samples on rank 0 and 1401 on rank 1",
+    "self.labels + rank * (self.labels == self.labels[718])": "sample 718 of Digits is not the same on ranks 0 and 1",
+}
+
+
+@pytest.mark.parametrize("labels", OTHER_DATA)
+def test_other_data_on_a_rank_is_refused(bake: Bake, tmp_path: Path, labels: str) -> None:
+    project = bake(launcher="spawn")
+    fault = f"rank = torch.distributed.get_rank()\nself.labels = {labels}"
+    plant(project, "dataset.py", "        self.max_shift = max_shift\n", fault)
+    error = launch(project, "train", *SHORT, "--run.dir", tmp_path / "run", expect=2).stderr
+    assert re.findall(r"^error: .*$", error, re.MULTILINE) and OTHER_DATA[labels] in error, error
+    assert not list(tmp_path.glob("run/checkpoints/*"))
