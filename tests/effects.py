@@ -90,7 +90,10 @@ def global_batch_size(lab: Lab) -> None:
 @shows("data.eval_batch_size")
 def eval_batch_size(lab: Lab) -> None:
     evaluator = lab.trainer("--data.eval_batch_size", "24").evaluator
-    assert max(len(targets) for (_, targets), _ in evaluator.batches()) == 24
+    sizes = {len(targets) for _, targets in evaluator.loader}
+    # On all ranks the same, so that the model is compiled once.
+    everywhere = set().union(*lab.module("runtime").all_gather_object(sizes))
+    assert len(everywhere) == 1 and 12 < max(everywhere) <= 24
 
 
 @shows("data.num_workers")
@@ -555,10 +558,11 @@ def init_method(lab: Lab) -> None:
 
 @shows("train.exact", effects=ALONE)
 def exact(lab: Lab) -> None:
-    # Without cuDNN, what PyTorch was told is all there is to see.
-    words = "--train.exact false --train.max_steps 1 --run.dir".split()
+    # Without a GPU, what PyTorch was told is all there is to see.
+    words, backends = "--train.exact false --train.max_steps 1 --run.dir".split(), torch.backends
     lab.module("__main__").run("train", lab.settings(*words, str(lab.new_folder())), {})
-    assert torch.backends.cudnn.allow_tf32 and not torch.backends.cudnn.deterministic
+    assert backends.cuda.matmul.allow_tf32 and backends.cudnn.allow_tf32 and not backends.cudnn.deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @shows("generate.prompt", "generate.length")

@@ -81,7 +81,19 @@ PROJECT = {
         SRC + "train.py", "set_epoch(epoch, start", "set_epoch(0, start", SPLIT
     ),
     "run.seed does not order the data": Mutant(
-        SRC + "data.py", "manual_seed(self.seed + self.epoch)", "manual_seed(self.epoch)", SPLIT
+        SRC + "data.py", "permuted(own, length, self.seed, epoch)", "permuted(own, length, epoch)", SPLIT
+    ),
+    "a round of the order is left out": Mutant(
+        SRC + "splitting/order.py", "for i, key in enumerate(keys):", "for i, key in enumerate(keys[2:]):", SPLIT
+    ),
+    "an order is not uniform": Mutant(
+        SRC + "splitting/order.py",
+        "for i, key in enumerate(keys):",
+        "for i, key in enumerate(keys[:2]):",
+        "test_data.py::as_often_in_every_position",
+    ),
+    "an order is held in memory": Mutant(
+        SRC + "splitting/order.py", "CHUNK = 4096", "CHUNK = 10**6", "test_data.py::takes_no_memory"
     ),
     "ranks read the same samples": Mutant(
         SRC + "data.py", "[self.rank :: self.num_replicas]", "[:: self.num_replicas]", "test_data.py::a_step_sees"
@@ -125,6 +137,18 @@ PROJECT = {
     ),
     "each rank counts every sample": Mutant(
         SRC + "data.py", "range(dp_rank, length, dp_size)", "range(0, length)", "test_data.py::reads_every_sample_once"
+    ),
+    "evaluation's last batch is a small one": Mutant(
+        SRC + "data.py",
+        "batches * self.batch_size * dp_size, dp_size)",
+        "share * dp_size, dp_size)",
+        "test_data.py::all_of_one_size",
+    ),
+    "what completes a batch of evaluation counts": Mutant(
+        SRC + "evaluate.py",
+        "append(values[:left])",
+        "append(values)",
+        "test_evaluate.py::counts_every_sample_once",
     ),
     "the worst checkpoint is the best": Mutant(
         SRC + "train.py",

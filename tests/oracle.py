@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -71,10 +72,34 @@ def batches(data: Data, package: Path, settings: Settings) -> Iterator[tuple[int
     size = settings["data.global_batch_size"]
     for epoch in range(settings["train.epochs"]):
         inputs, targets = data(package, settings, "train", epoch)
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(settings["run.seed"] + epoch))
-        for batch in order.split(size):
+        order = permutation(len(inputs), (settings["run.seed"], epoch))
+        for batch in torch.tensor(order).split(size):
             if len(batch) == size:
                 yield epoch, inputs[batch], targets[batch]
+
+
+def permutation(length: int, key: tuple[int, ...]) -> list[int]:
+    """Return the order of an epoch: eight rounds of a Feistel network, repeated until the result is in range."""
+    keys = struct.unpack("<8Q", blake2b(repr(key).encode()).digest())
+    rows = next(number for number in itertools.count(1) if number**2 >= length)
+    columns = next(number for number in itertools.count(1) if rows * number >= length)
+
+    def scramble(value: int) -> int:
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            value = (value ^ value >> shift) * factor & (1 << 64) - 1
+        return value ^ value >> 31
+
+    def follow(x: int) -> int:
+        while True:
+            one, two = x % rows, x // rows
+            for turn in range(4):
+                one = (one + scramble(two + keys[2 * turn] & (1 << 64) - 1)) % rows
+                two = (two + scramble(one + keys[2 * turn + 1] & (1 << 64) - 1)) % columns
+            x = one + rows * two
+            if x < length:
+                return x
+
+    return [follow(x) for x in range(length)]
 
 
 def learning_rate(step: int, steps: int, settings: Settings) -> float:

@@ -38,7 +38,7 @@ from my_experiment.dataset import build_datasets
 config = Config()
 config.data.num_workers = 1
 dataset = seed_dataset(build_datasets(config)[1], seed=0)
-batches = iter(build_loader(dataset, EvalSampler(len(dataset), 0, 1), 10, config.data, torch.device("cpu")))
+batches = iter(build_loader(dataset, EvalSampler(len(dataset), 0, 1, 10), 10, config.data, torch.device("cpu")))
 next(batches)
 for worker in batches._workers:
     os.kill(worker.pid, signal.SIGUSR1)

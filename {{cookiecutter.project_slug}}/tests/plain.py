@@ -7,6 +7,7 @@ the datasets and the loss. So it repeats no mistake in order, random numbers, sc
 import math
 #:: if not cookiecutter.__plays ::#
 import random
+import struct
 #:: endif ::#
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -10,10 +10,10 @@ class Evaluator:
         if isinstance(samples, IterableDataset):
             raise UserError("the test set is an IterableDataset; give a list of its samples, so that each counts once")
         self.samples, self.parallel, self.guard = seed_dataset(samples, seed), parallel, guard
-        self.sampler = EvalSampler(len(samples), parallel.dp_rank, parallel.dp_size)
-        self.loader = build_loader(self.samples, self.sampler, config.eval_batch_size, config, parallel.device)
-        # Rank 0 has at least as many samples as any other rank.
-        self.most_batches = math.ceil(math.ceil(len(samples) / parallel.dp_size) / config.eval_batch_size)
+        if not len(samples):
+            raise UserError("the test set is empty; give it a sample")
+        self.sampler = EvalSampler(len(samples), parallel.dp_rank, parallel.dp_size, config.eval_batch_size)
+        self.loader = build_loader(self.samples, self.sampler, self.sampler.batch_size, config, parallel.device)
 
     def __call__(self) -> dict[str, Any]:
         """Return ``num_samples`` and ``dataset.aggregate_metrics``, the same on every rank; a collective."""
@@ -29,30 +29,21 @@ class Evaluator:
     def evaluate_share(self) -> Metrics:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
-        device = self.parallel.device
-        for batch, counts in self.batches():
+        device, left = self.parallel.device, len(self.sampler.indices)
+        for batch in self.loader:
             with self.guard():
                 inputs, targets = unpack(batch)
                 outputs = self.parallel.predict(to_device(inputs, device))
-                if outputs is None or not counts:
-                    continue
-                for name, values in dataset.per_sample_metrics(outputs, to_device(targets, device)).items():
-                    collected.setdefault(name, []).append(values)
-        arrays = {name: concatenate(name, values) for name, values in collected.items()}
-        return {**arrays, "index": np.array(self.sampler.indices if arrays else [], dtype=np.int64)}
-
-    def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield this rank's batches, then dummy batches that do not count, up to rank 0's number of batches.
-
-        A rank without samples still runs the model, so that the model's collectives match.
-        """
-        yield from ((batch, True) for batch in self.loader)
-        for _ in range(self.most_batches - len(self.loader)):
-            yield self.samples.__getitems__([(0, 0)]), False
+                if outputs is not None:
+                    for name, values in dataset.per_sample_metrics(outputs, to_device(targets, device)).items():
+                        collected.setdefault(name, []).append(values[:left])
+            left = max(0, left - self.sampler.batch_size)
+        index = np.array(self.sampler.indices if collected else [], dtype=np.int64)
+        return {"index": index, **{name: concatenate(name, values, len(index)) for name, values in collected.items()}}
 
 
-def concatenate(name: str, values: list[Tensor]) -> np.ndarray:
-    """Return the values of one metric as one array; reject rows whose shape differs between batches."""
-    if len({value.shape[1:] for value in values}) > 1:
-        raise UserError(f"per_sample_metrics returned a {name} whose rows differ in shape; return a number for each")
+def concatenate(name: str, values: list[Tensor], length: int) -> np.ndarray:
+    """Return the values of one metric as one array; reject another ``length``, and rows whose shapes differ."""
+    if len({value.shape[1:] for value in values}) > 1 or sum(map(len, values)) != length:
+        raise UserError(f"per_sample_metrics returned a {name} that is not one number, or row of a shape, per sample")
     return torch.cat(values).cpu().numpy()

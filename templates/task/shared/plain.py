@@ -5,10 +5,26 @@ def batches(train_set: Any, config: Any) -> Iterator[Any]:
         if isinstance(train_set, IterableDataset):
             yield from stream(train_set, seed, epoch, size)
             continue
-        generator = torch.Generator().manual_seed(seed + epoch)
-        for indices in torch.randperm(len(train_set), generator=generator).split(size):
-            if len(indices) == size:
-                yield dataset.collate_fn(read(train_set, seed, epoch, indices.tolist()))
+        for start in range(0, len(train_set) - size + 1, size):
+            indices = [permuted(x, len(train_set), seed, epoch) for x in range(start, start + size)]
+            yield dataset.collate_fn(read(train_set, seed, epoch, indices))
+
+
+def permuted(x: int, length: int, seed: int, epoch: int) -> int:
+    """Return which sample is the ``x``-th of an epoch; ``splitting/order.py`` has the rule in words."""
+    keys = struct.unpack("<8Q", blake2b(repr((seed, epoch)).encode()).digest())
+    a = math.ceil(math.sqrt(length))
+    b = math.ceil(length / a)
+    while True:
+        right, left = divmod(x, a)
+        for key, modulus in zip(keys, 4 * (a, b), strict=True):
+            mixed = (right + key) % 2**64
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+                mixed = (mixed ^ mixed >> shift) * factor % 2**64
+            left, right = right, (left + mixed) % modulus
+        x = left + a * right
+        if x < length:
+            return x
 
 
 def read(samples: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:

@@ -48,7 +48,7 @@ class DataConfig:
     #:: endif ::#
     """Samples per optimizer step, over all ranks together."""
     eval_batch_size: PositiveInt = 256
-    """Samples per forward pass of evaluation, on each rank."""
+    """At most this many samples per forward pass of evaluation, on each rank."""
     num_workers: NonNegativeInt = 0
     """Loader processes per rank; 0 loads in the rank's own process."""
 
@@ -127,8 +127,8 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of forward and backward; weights stay in fp32, and fp16 scales its loss."""
     exact: bool = True
-    """On NVIDIA GPUs: run convolutions in full fp32 instead of TF32 and with deterministic algorithms. Turn it off for
-    speed if results may change in their last digits."""
+    """On GPUs: compute in full fp32 instead of TF32, and with deterministic algorithms, attention included. Turn it off
+    for speed, or for an operation that has none, if results may change in their last digits."""
     compile: bool = False
     """Compile each block of the model with torch.compile."""
     activation_checkpointing: bool = False

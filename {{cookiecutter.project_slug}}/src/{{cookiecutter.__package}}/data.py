@@ -4,7 +4,7 @@ For any number of ranks, step i of an epoch trains on the same samples, and eval
 
     training     order of the epoch, from (seed, epoch)     7 2 9 4 | 0 5 1 8 | 3 6      2 ranks, global batch of 4:
                  rank 0 reads 7 9 | 0 1, rank 1 reads 2 4 | 5 8; the incomplete batch 3 6 is dropped
-    evaluation   rank 0 reads 0 2 4 6 8, rank 1 reads 1 3 5 7 9; nothing is padded
+    evaluation   rank 0 reads 0 2 4 | 6 8 8, rank 1 reads 1 3 5 | 7 9 9; what completes the last batch does not count
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,15 +16,16 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from .config import DataConfig, UserError
 from .dataset import collate_fn
 from .launch import init_loader_worker
-from .splitting import InStep, Key, SeededDataset, Stream, check_same_dataset, identity
+from .splitting import InStep, Key, SeededDataset, Stream, check_same_dataset, identity, permuted
 from .strategy import Strategy
 
 
 class TrainSampler(DistributedSampler[Any]):
     """A ``DistributedSampler`` that can start in the middle of an epoch and ends with the last complete global batch.
 
-    An epoch is one permutation of the dataset, determined by (seed, epoch). Global batch i is its i-th slice of
-    ``global_batch_size`` samples; this rank reads every ``dp_size``-th of them. Rejects a dataset smaller than that.
+    An epoch is one permutation of the dataset, determined by (seed, epoch) and never held in memory. Global batch i is
+    its i-th slice of ``global_batch_size`` samples; this rank reads every ``dp_size``-th of them. Rejects a dataset
+    smaller than that.
     """
 
     def __init__(self, dataset: Any, dp_rank: int, dp_size: int, global_batch_size: int, seed: int) -> None:
@@ -45,26 +46,34 @@ class TrainSampler(DistributedSampler[Any]):
         self.start, self.end = start, length - (length - start) % self.global_batch_size
 
     def __iter__(self) -> Iterator[Key]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
-        own = order[self.start : self.end][self.rank :: self.num_replicas]
-        return iter([(self.epoch, index) for index in own.tolist()])
+        epoch, own = self.epoch, range(self.start, self.end)[self.rank :: self.num_replicas]
+        length = len(self.dataset)  # type: ignore[arg-type]
+        return ((epoch, index) for index in permuted(own, length, self.seed, epoch))
 
     def __len__(self) -> int:
         return max(0, self.end - self.start) // self.num_replicas
 
 
 class EvalSampler(Sampler[Key]):
-    """Every ``dp_size``-th sample from ``dp_rank`` on, unpadded: over all shares, each sample once."""
+    """Every ``dp_size``-th sample from ``dp_rank`` on; then its last one again, which does not count.
 
-    def __init__(self, length: int, dp_rank: int, dp_size: int) -> None:
+    So all ranks run the same number of batches, as the model's collectives need, and all of one size, for which it is
+    compiled once: the largest share is divided evenly into batches of at most ``largest_batch``.
+    """
+
+    def __init__(self, length: int, dp_rank: int, dp_size: int, largest_batch: int) -> None:
         self.indices = range(dp_rank, length, dp_size)
+        share = -(-length // dp_size)
+        batches = -(-share // largest_batch)
+        self.batch_size = -(-share // batches)
+        self.padded = range(dp_rank, dp_rank + batches * self.batch_size * dp_size, dp_size)
 
     def __iter__(self) -> Iterator[Key]:
-        return iter([(0, index) for index in self.indices])
+        last = max(self.indices, default=0)
+        return ((0, min(index, last)) for index in self.padded)
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.padded)
 
 
 def build_train_loader(

@@ -22,8 +22,7 @@ from .runtime import Process, all_gather_object, on_main
 from .splitting import Policy, derive_seed, to_tensor, to_valid
 from .strategy import Strategy
 #:: else ::#
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
 """Random numbers and arithmetic: what makes a run reproducible."""
 
+import os
 import random
 from typing import Any
 
@@ -8,9 +9,21 @@ import torch
 
 
 def set_exact_arithmetic(exact: bool) -> None:
-    """Choose whether cuDNN computes in full fp32 with deterministic algorithms, in training and evaluation alike."""
-    torch.backends.cudnn.allow_tf32 = not exact
+    """Choose whether GPUs compute in full fp32 with deterministic algorithms, in training and evaluation alike.
+
+    If so, an operation without such an algorithm raises RuntimeError; warnings alone would leave attention as it is.
+    Called before the first use of CUDA and of the compiler, which read their variables then.
+    """
+    if exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    # Not fp32_precision: once that is set, whoever reads allow_tf32, as torch.backends.cudnn.flags does, gets an error.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not exact
     torch.backends.cudnn.deterministic = exact
+    # Does what torch.use_deterministic_algorithms does, which would also import the compiler, in seconds.
+    torch.set_deterministic_debug_mode("error" if exact else "default")
+    # This finds mistakes, and takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def seed_rank(seed: int, rank: int) -> None:

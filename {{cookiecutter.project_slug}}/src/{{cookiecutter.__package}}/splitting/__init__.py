@@ -15,6 +15,7 @@ from .experience import Experience
 from .gather import Shares, gather_global_batch, set_shares
 from .losses import GlobalMean, Loss, Weight, read_loss
 from .nested import split_batch, to_device, unpack
+from .order import permuted
 #:: if cookiecutter.__plays ::#
 from .policy import Policy, read_outputs
 #:: endif ::#
