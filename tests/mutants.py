@@ -421,7 +421,7 @@ TEMPLATE = {
     ),
     # BatchNorm
     "buffers are not averaged": Mutant(
-        PACKAGE + "strategy.py", "if not buffer.is_floating_point():", "if True:", EFFECTS + "ddp"
+        PACKAGE + "splitting/sums.py", "if not buffer.is_floating_point() or size == 1:", "if True:", EFFECTS + "ddp"
     ),
     "a checkpoint has one rank's buffers": Mutant(
         PACKAGE + "train.py", "        self.parallel.average_buffers()\n", "", EFFECTS + "model_parallel"

@@ -7,7 +7,6 @@ stages sum their gradients.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ from .launch import collective_timeout
 from .runtime import Process
 from .splitting import (
     Stage,
+    all_reduce_sum,
     assign_stages,
     check_sequence,
     prepare_blocks,
     split_batch,
     split_into_stages,
-    to_device,
+    trace_stages,
 )
 from .strategy import LossFn, Strategy
 
@@ -119,10 +119,8 @@ class Parallel(Strategy):
 
     def build_schedule(self, microbatch: Any) -> Any:
         """Build the schedule for micro-batches of this shape, and the shapes that its stages receive and send."""
-        outputs = to_device(microbatch, torch.device("meta"))
         self.scheduled_stages = []
-        for index, outline in enumerate(self.outline):
-            inputs, outputs = outputs, outline(outputs).detach().requires_grad_()
+        for index, (inputs, outputs) in enumerate(trace_stages(self.outline, microbatch)):
             if self.holds(index):
                 size, group = len(self.outline), self.pipeline
                 stage = PipelineStage(self.stages[index], index, size, self.device, inputs, outputs, group=group)
@@ -152,12 +150,7 @@ class Parallel(Strategy):
 
     def receive(self, index: int, inputs: Any) -> Tensor:
         """Receive the outputs of stage ``index - 1`` from its rank; the pipeline's ``inputs`` determine their shape."""
-        shaped = to_device(inputs, torch.device("meta"))
-        for outline in self.outline[:index]:
-            shaped = outline(shaped)
-        received = torch.empty(shaped.shape, device=self.device)
+        *_, (_, sent) = trace_stages(self.outline[:index], inputs)
+        received = torch.empty(sent.shape, device=self.device)
         dist.recv(received, group=self.pipeline, group_src=self.owners[index - 1])
         return received
-
-
-#:: include "parallelism/shared/all_reduce.py" ::#

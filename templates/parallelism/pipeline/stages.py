@@ -6,13 +6,15 @@ stage      0     1     2     3                   rank 1: stages 1 and 3    rank 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import ParallelConfig
+from .nested import to_device
 from .sequence import balance
 
 
@@ -34,6 +36,14 @@ def split_into_stages(model: nn.Sequential, config: ParallelConfig, pipeline_siz
     lengths = config.split or balance(weights, pipeline_size * config.stages())
     blocks = list(model.named_children())
     return [nn.Sequential(OrderedDict(blocks[a:b])) for a, b in pairwise([0, *accumulate(lengths)])]
+
+
+def trace_stages(stages: Iterable[nn.Module], inputs: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the inputs and the outputs of each stage, without their values; ``stages`` are on the meta device."""
+    outputs = to_device(inputs, torch.device("meta"))
+    for stage in stages:
+        inputs, outputs = outputs, stage(outputs).detach().requires_grad_()
+        yield inputs, outputs
 
 
 def assign_stages(stages: int, pipeline_size: int, schedule: str) -> list[int]:

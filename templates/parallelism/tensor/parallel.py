@@ -5,7 +5,7 @@ it. The ranks of one group read the same samples. With several groups, each read
 the same shards sum their gradients.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from .config import Config, UserError
 from .model import blocks
 from .runtime import Process, get_rng_state, set_rng_state
-from .splitting import prepare_blocks, split_batch
+from .splitting import all_reduce_sum, prepare_blocks, split_batch
 from .strategy import LossFn, Strategy
 
 Replicated = tuple[nn.Module, str, Any]
@@ -127,6 +127,3 @@ def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: boo
                 module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
                 replicated.append((module, name, module.get_parameter(name)))
     return replicated
-
-
-#:: include "parallelism/shared/all_reduce.py" ::#

@@ -100,16 +100,9 @@ def run_doctor(config: Config) -> int:
 
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(config.model).parameters())
-    requirements = Requirements(
-        run_dir=Path(config.run.dir),
-        checkpoint=config.checkpoint,
-        distributed=config.distributed,
-        devices_per_rank=config.parallel.devices_per_rank(),
-        num_workers=config.data.num_workers,
-        parameters=parameters,
-        settings=asdict(config),
-    )
-    return examine(requirements)
+    devices = config.parallel.devices_per_rank()
+    paths = Path(config.run.dir), config.checkpoint, config.distributed
+    return examine(Requirements(*paths, devices, config.data.num_workers, parameters, asdict(config)))
 
 
 def preflight(argv: Sequence[str]) -> None:
@@ -133,11 +126,9 @@ def preflight(argv: Sequence[str]) -> None:
         if command != "doctor":  # It reports these itself, with everything else.
             # PyTorch takes seconds to import; count_ranks has done it if it counted the accelerators of this machine.
             if "torch" in sys.modules or config.distributed.backend in ("nccl", "mpi"):
-                from .runtime import choose_backend, choose_device
+                from .runtime import check_devices
 
-                info = launch.ProcessInfo(world_size=world_size, local_world_size=nproc)
-                device = choose_device(config.distributed, config.parallel.devices_per_rank(), info)
-                choose_backend(config.distributed.backend, device)
+                check_devices(config.distributed, config.parallel.devices_per_rank(), world_size, nproc)
             launch.check_port(config.distributed.init_method)
         if command == "train":
             run_dir, resume = Path(config.run.dir), config.checkpoint.resume

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .config import Config
 from .runtime import Process
-from .splitting import GlobalMean, Loss, Shares, Weight, set_shares
+from .splitting import GlobalMean, Loss, Shares, Weight, average_buffers, set_shares
 
 LossFn = Callable[[Any, Any], tuple[Loss, Weight]]  # Of outputs and targets.
 
@@ -84,21 +84,8 @@ class Strategy(ABC):
         return self.losses.finish(self.module, self.dp_group)
 
     def average_buffers(self) -> None:
-        """Make buffers the same on ranks with different samples; a collective.
-
-        BatchNorm's statistics are averaged; other floating-point buffers become those of ranks with the first share.
-        """
-        if self.dp_size == 1:
-            return
-        for module in self.module.modules():
-            for buffer in module.buffers(recurse=False):
-                if not buffer.is_floating_point():
-                    continue
-                if isinstance(module, nn.modules.batchnorm._NormBase):
-                    dist.all_reduce(buffer, group=self.dp_group)
-                    buffer /= self.dp_size
-                else:
-                    dist.broadcast(buffer, group=self.dp_group, group_src=0)
+        """Average BatchNorm's statistics over ranks with different samples; a collective."""
+        average_buffers(self.module, self.dp_group, self.dp_size)
 
     def align_random_state(self) -> None:  # noqa: B027
         """Give ranks that compute the same the same random numbers, for example for dropout; a collective."""

@@ -61,8 +61,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(process.device.type, enabled=config.train.precision == "fp16")
         register("scheduler", self.scheduler)
         register("scaler", self.scaler)
-        stops, is_scaled = config.train.on_nonfinite == "stop", self.scaler.is_enabled()
-        self.guard = FiniteGuard(self.parallel.module, process.device, stops, is_scaled)
+        self.guard = FiniteGuard(self.parallel.module, process.device, config.train.on_nonfinite, self.scaler)
 
         self.stop = StopSignal()
         self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree)
@@ -193,20 +192,14 @@ class Trainer:
         dist.all_reduce(values)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
         record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr, "grad_norm": norm.item()}
-        if self.guard.skipped:
-            record["skipped_steps"] = self.guard.skipped
-        self.tracker.log(record | self.throughput.measure(self.progress.step))
+        self.tracker.log(record | self.guard.skipped | self.throughput.measure(self.progress.step))
 
     def evaluate(self) -> None:
         """Evaluate on the test set, and save the model if it is the best so far."""
         check_finite(self)
-        progress = self.progress
         record = self.evaluator()
-        progress.evaluated_step = progress.step
-        self.tracker.log({"event": "eval", "step": progress.step, "split": "test", **record})
-        value, sign = record[dataset.BEST_METRIC], 1 if dataset.HIGHER_IS_BETTER else -1
-        if math.isfinite(value) and (progress.best_value is None or sign * value > sign * progress.best_value):
-            progress.best_step, progress.best_value = progress.step, value
+        self.tracker.log({"event": "eval", "step": self.progress.step, "split": "test", **record})
+        if self.progress.is_best(record[dataset.BEST_METRIC], dataset.HIGHER_IS_BETTER):
             self.save()
         self.throughput.start(self.progress.step)
 

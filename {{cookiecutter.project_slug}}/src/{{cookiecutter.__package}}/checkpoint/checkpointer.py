@@ -12,6 +12,7 @@
 """
 
 import copy
+import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,14 @@ class Progress:
     best_step: int | None = None  # Step of the best evaluation so far.
     best_value: float | None = None  # Its value of the metric that selects the best checkpoint.
     evaluated_step: int = 0  # Step of the last evaluation that was completed.
+
+    def is_best(self, value: float, higher_is_better: bool) -> bool:
+        """Note the evaluation of this step, by the metric that selects the best; return whether none was better."""
+        self.evaluated_step, sign = self.step, 1 if higher_is_better else -1
+        if not math.isfinite(value) or (self.best_value is not None and sign * value <= sign * self.best_value):
+            return False
+        self.best_step, self.best_value = self.step, value
+        return True
 
 
 class Checkpointer:

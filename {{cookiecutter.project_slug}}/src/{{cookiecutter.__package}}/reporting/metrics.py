@@ -73,7 +73,7 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
         (left, "train", "step", "loss"),
         *((right, "eval", "environment_steps", key) for key in ("max_return", best_metric, "min_return")),
     ):
-        chosen = [record for record in records if record["event"] == event and unit in record and record.get(key) is not None]
+        chosen = [record for record in records if record["event"] == event and record.get(key) is not None]
         points = [(record[unit], record[key]) for record in chosen]
         if points:
             axes.plot(*zip(*points, strict=True), label=key.replace("_", " "))

@@ -25,26 +25,26 @@ SHOWN = 5  # Samples of each rank that a message names.
 
 
 class FiniteGuard:
-    """Leaves out the optimizer steps whose gradient is not finite; with ``stops``, also all that follow.
+    """Leaves out the optimizer steps whose gradient is not finite; with ``stop``, also all that follow.
 
     Args:
         module: This rank's part of the model. If the run goes on, its floating-point buffers, such as BatchNorm's
             statistics, are not changed by such steps either.
         device: Where losses and the norm of the gradient are.
-        stops: Whether the run ends, and does not go on without the step.
-        is_scaled: Whether a ``GradScaler`` leaves out steps itself, whenever its factor was too large; then, only
-            losses say that something is wrong.
+        policy: ``stop`` if the run is to end, ``skip`` if it goes on without the step.
+        scaler: If it is enabled, it leaves out steps itself, whenever its factor was too large; then, only losses say
+            that something is wrong.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, stops: bool, is_scaled: bool) -> None:
-        self.stops, self.is_scaled = stops, is_scaled
-        self.buffers = [] if stops else [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    def __init__(self, module: nn.Module, device: torch.device, policy: str, scaler: torch.amp.GradScaler) -> None:
+        self.stops, self.is_scaled = policy == "stop", scaler.is_enabled()
+        self.buffers = [] if self.stops else [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self.kept = [buffer.clone() for buffer in self.buffers]
         # Since the last look: the first step with such a loss on this rank, the first with such a gradient (0: none),
         # and the number of steps that were left out.
         self.seen = torch.zeros(3, dtype=torch.int64, device=device)
         self.positions: dict[int, tuple[int, int]] = {}
-        self.skipped = 0  # Steps that were left out since this process started.
+        self.skipped: dict[str, int] = {}  # What records say: the steps that were left out since this process started.
 
     def begin(self, step: int, epoch: int, samples: int) -> None:
         """Note which step comes next, and its place in the data: the epoch, and the samples of it consumed before."""
@@ -99,7 +99,7 @@ def check_finite(trainer: Any) -> None:
         return
     found = f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}"
     if not guard.stops:
-        guard.skipped += count
+        guard.skipped = {"skipped_steps": guard.skipped.get("skipped_steps", 0) + count}
         trainer.tracker.print(f"{found}; skipped {count} step(s) up to step {trainer.progress.step}")
         return
     places = all_gather_object(locate(trainer, *positions[step]))

@@ -102,6 +102,12 @@ def choose_device(config: DistributedConfig, devices_per_rank: int, info: Proces
     return torch.device(accelerator.type, info.local_rank * devices_per_rank % count)
 
 
+def check_devices(config: DistributedConfig, devices_per_rank: int, world_size: int, local_world_size: int) -> None:
+    """Reject devices or a backend that the ranks to start on this machine cannot have."""
+    info = ProcessInfo(world_size=world_size, local_world_size=local_world_size)
+    choose_backend(config.backend, choose_device(config, devices_per_rank, info))
+
+
 def choose_backend(backend: str, device: torch.device) -> str:
     """Return the communication backend for ``device``; rejects one that this machine or this build of PyTorch lacks.
 

@@ -14,6 +14,7 @@ from .experience import Experience
 #:: endif ::#
 from .gather import Shares, gather_global_batch, set_shares
 from .losses import GlobalMean, Loss, Weight, read_loss
+from .merge import Metrics, merge
 from .nested import split_batch, to_device, unpack
 from .order import permuted
 #:: if cookiecutter.__plays ::#
@@ -24,6 +25,11 @@ from .seeding import Key, SeededDataset, identity
 from .sequence import balance, check_sequence
 #:: endif ::#
 #:: if cookiecutter.__has_stages ::#
-from .stages import Stage, assign_stages, split_into_stages
+from .stages import Stage, assign_stages, split_into_stages, trace_stages
 #:: endif ::#
 from .streams import InStep, Stream
+#:: if cookiecutter.__has_stages or cookiecutter.__shards_layers ::#
+from .sums import all_reduce_sum, average_buffers
+#:: else ::#
+from .sums import average_buffers
+#:: endif ::#
