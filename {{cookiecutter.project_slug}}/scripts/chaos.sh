@@ -60,13 +60,13 @@ from pathlib import Path
 import torch
 
 folder, kills = Path(sys.argv[1]), sys.argv[2]
+measured = {"samples_per_second", "memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
 
 
 def read(run):
-    """Return the records of a run without its speed, and what its last checkpoint holds."""
-    records = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    for record in records:
-        record.pop("samples_per_second", None)
+    """Return the records of a run without what was measured, and the weights in its last checkpoint."""
+    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
+    records = [{key: value for key, value in json.loads(line).items() if key not in measured} for line in lines]
     newest = sorted((folder / run / "checkpoints").iterdir())[-1]
     return records, torch.load(newest, map_location="cpu", weights_only=True)["model"]
 

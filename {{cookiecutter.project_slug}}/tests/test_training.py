@@ -224,7 +224,7 @@ def test_throughput_counts_the_time_of_training_alone(
 
         return act
 
-    monkeypatch.setattr(module("reporting.metrics"), "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(module("reporting.pace"), "time", SimpleNamespace(perf_counter=lambda: now))
     trainer.step = taking(0.5, trainer.step)
     # All are as good as the first, which alone is saved as the best.
     trainer.evaluator = taking(100, lambda: {"num_samples": 1, dataset.BEST_METRIC: 1.0})

@@ -20,7 +20,7 @@ from .launch import acquire_run_directory, is_restart
 from .model import build_model
 from .optim import Schedule, build_optimizer, count_steps
 from .parallel import Parallel
-from .reporting import FiniteGuard, Throughput, Tracker, check_finite, write_provenance
+from .reporting import FiniteGuard, Pace, Tracker, check_finite, write_provenance
 from .runtime import Process, Stopped, StopSignal, on_main, report_failures
 from .splitting import to_device, unpack
 
@@ -68,7 +68,7 @@ class Trainer:
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
         self.progress = self.saved = Progress()
         self.first_step = 0
-        self.throughput = Throughput(config.data.global_batch_size)
+        self.pace = Pace(self.parallel.module, config.data.global_batch_size, process.device)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
@@ -88,7 +88,7 @@ class Trainer:
         with recording, self.checkpointer, self.stop, report_failures(lambda: f"after step {progress.step}"):
             ranks = f"{self.process.world_size} rank(s), {self.process.device.type}"
             self.tracker.print(f"{self.config.run.dir}: step {progress.step} of {self.total_steps or '?'} on {ranks}")
-            self.throughput.start(self.progress.step)
+            self.pace.start(self.progress.step)
             try:
                 if self.is_evaluation_due():
                     self.evaluate()
@@ -167,9 +167,11 @@ class Trainer:
         """
         device, clip = self.process.device, self.config.train.clip_grad_norm
         inputs, targets = to_device(inputs, device), to_device(targets, device)
+        self.pace.count_alone()
         losses = self.parallel.forward_backward(inputs, targets, self.scaler)
         self.scaler.unscale_(self.optimizer)  # Otherwise the scaled gradient would be clipped.
         norm = self.parallel.clip_grad_norm(math.inf if clip is None else clip)
+        self.pace.begin_alone()
         self.guard.protect(losses["loss"], norm, self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -183,7 +185,7 @@ class Trainer:
             torch.accelerator.synchronize()
         self.tracker.print(f"first step done {time.perf_counter() - STARTED:.1f} s after the start")
         runtime.set_timeout(self.config.distributed.timeout_seconds)
-        self.throughput.start(self.progress.step)
+        self.pace.start(self.progress.step)
 
     def log(self, losses: dict[str, Tensor], norm: Tensor, lr: float) -> None:
         """Log the last step; only here does the loop wait for the device."""
@@ -192,7 +194,7 @@ class Trainer:
         dist.all_reduce(values)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
         record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr, "grad_norm": norm.item()}
-        self.tracker.log(record | self.guard.skipped | self.throughput.measure(self.progress.step))
+        self.tracker.log(record | self.guard.skipped | self.pace.measure(self.progress.step))
 
     def evaluate(self) -> None:
         """Evaluate on the test set, and save the model if it is the best so far."""
@@ -201,7 +203,7 @@ class Trainer:
         self.tracker.log({"event": "eval", "step": self.progress.step, "split": "test", **record})
         if self.progress.is_best(record[dataset.BEST_METRIC], dataset.HIGHER_IS_BETTER):
             self.save()
-        self.throughput.start(self.progress.step)
+        self.pace.start(self.progress.step)
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless one exists."""
@@ -215,7 +217,7 @@ class Trainer:
         with runtime.timeout(self.config.checkpoint.timeout_seconds):
             self.checkpointer.save(self.progress)
         self.saved = replace(self.progress)
-        self.throughput.start(self.progress.step)
+        self.pace.start(self.progress.step)
 
 
 def is_due(step: int, every: int | None) -> bool:

@@ -4,7 +4,8 @@ It receives records, file names and a trainer to measure or examine; it knows no
 """
 
 from .benchmark import benchmark
-from .metrics import Throughput, append_record
+from .metrics import append_record
 from .nonfinite import FiniteGuard, check_finite
+from .pace import Pace
 from .provenance import write_provenance
 from .tracker import Tracker

@@ -5,7 +5,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..runtime import Process, all_gather_object, on_main
 #:: if cookiecutter.__has_stages ::#
 from .bubble import expected_bubble, measured_bubble, watch_stages
 #:: endif ::#
+from .pace import memory_in_use, reset_peak_memory
 
 WARM_UP, STEPS = 5, 20
 
@@ -104,21 +104,3 @@ def run(trainer: Any, batches: Iterator[Any], steps: int) -> None:
     """Take ``steps`` optimizer steps."""
     for inputs, targets in itertools.islice(batches, steps):
         trainer.step(inputs, targets)
-
-
-def memory_in_use(device: torch.device, *, peak: bool = False) -> int:
-    """Return the bytes in use, or the most since ``reset_peak_memory``; on a CPU, of this process (0 if not Linux)."""
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated() if peak else torch.accelerator.memory_allocated()
-    path, name = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak, so that the memory that building the model needed does not count."""
-    clear = Path("/proc/self/clear_refs")
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-    elif clear.exists():
-        clear.write_text("5")  # proc(5): resets the peak of the resident set.

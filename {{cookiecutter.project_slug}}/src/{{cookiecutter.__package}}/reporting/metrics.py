@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +92,6 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
         axes.set_xlabel("step")
     #:: endif ::#
     figure.savefig(image, dpi=150)
-
-
-class Throughput:
-    """Counts the samples per second between two log records, without evaluation and saving."""
-
-    def __init__(self, samples_per_step: int) -> None:
-        self.samples_per_step, self.clock, self.step = samples_per_step, 0.0, 0
-
-    def start(self, step: int) -> None:
-        """Start counting after ``step``."""
-        self.clock, self.step = time.perf_counter(), step
-
-    def measure(self, step: int) -> dict[str, float]:
-        """Return ``samples_per_second``, or nothing if no step was taken, and start again."""
-        samples, seconds = (step - self.step) * self.samples_per_step, time.perf_counter() - self.clock
-        self.start(step)
-        return {"samples_per_second": round(samples / seconds, 1)} if samples else {}
 
 
 def append_record(record: dict[str, Any], run_dir: str) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler
 
 from ..config import UserError
-from ..runtime import all_gather_object
+from ..runtime import all_gather_numbers, all_gather_object
 from ..splitting import to_device, unpack
 
 SHOWN = 5  # Samples of each rank that a message names.
@@ -77,7 +77,7 @@ class FiniteGuard:
 
         The step is 0 if everything was finite. Waits for the device; a collective.
         """
-        everyone = all_gather_object(self.seen.tolist())
+        everyone = [list(map(int, seen)) for seen in all_gather_numbers(self.seen.tolist())]
         self.seen.zero_()
         if self.is_scaled:
             everyone = [[loss, 0, 0] for loss, *_ in everyone]

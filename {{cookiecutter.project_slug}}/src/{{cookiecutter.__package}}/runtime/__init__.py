@@ -7,6 +7,7 @@ from .failures import report_failures
 from .files import disk_errors, publish, remove, replace_text, write_atomically
 from .process_group import (
     Process,
+    all_gather_numbers,
     all_gather_object,
     check_devices,
     choose_backend,

@@ -3,14 +3,14 @@
 find_process           which rank this is (from the launcher), and its device
 process_group          init_process_group ... destroy_process_group, around everything else
   on_main              rank 0 does something, every rank gets the result
-  all_gather_object    every rank gets the objects of all ranks
+  all_gather_object    every rank gets the objects of all ranks; all_gather_numbers, their numbers
   set_timeout          short waits, once start-up is over
   timeout              long ones, for what takes as long as it takes
 """
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -184,6 +184,14 @@ def all_gather_object(own: T) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
+
+
+def all_gather_numbers(own: Sequence[float]) -> list[list[float]]:
+    """Return some numbers of all ranks, in the order of ranks; a collective, cheaper than ``all_gather_object``."""
+    numbers = torch.tensor(own, dtype=torch.float64, device=dist.distributed_c10d._get_object_coll_device())
+    everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, numbers)
+    return [other.tolist() for other in everyone]
 
 
 def on_main(action: Callable[[], T]) -> T:

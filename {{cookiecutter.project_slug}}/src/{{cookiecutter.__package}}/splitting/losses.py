@@ -22,7 +22,8 @@ from ..runtime import all_gather_object
 Loss = Tensor | dict[str, Tensor]  # A sum, or named sums, of which "loss" is differentiated.
 Weight = Tensor | float
 # What a record holds besides.
-LOGGED = {"event", "step", "epoch", "lr", "grad_norm", "samples_per_second", "skipped_steps"}
+LOGGED = {"event", "step", "epoch", "lr", "grad_norm", "skipped_steps", "samples_per_second"}
+LOGGED |= {"memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""How fast a run is, which rank holds the others up, and how much memory they need."""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..runtime import all_gather_numbers
+
+
+class Pace:
+    """Measures steps between two log records, without evaluation and saving.
+
+    All ranks take a step in the same time, because they wait for each other when they exchange gradients. What tells
+    them apart is what each does alone, from the end of one exchange on: the optimizer's step, loading the next batch,
+    and the first forward of ``module`` (if the ranks exchange something in it, they wait there, and it counts for
+    all). It is the processor's time; an accelerator works on its own.
+    """
+
+    def __init__(self, module: nn.Module, samples_per_step: int, device: torch.device) -> None:
+        self.samples_per_step, self.device = samples_per_step, device
+        self.clock = self.mark = self.alone = 0.0
+        self.step, self.is_alone = 0, False
+        module.register_forward_hook(lambda *_: self.end_alone())
+
+    def start(self, step: int) -> None:
+        """Start counting after ``step``."""
+        self.clock = self.mark = time.perf_counter()
+        self.step, self.alone, self.is_alone = step, 0.0, True
+
+    def count_alone(self) -> None:
+        """Count the time since the last exchange of gradients, or the last call."""
+        if self.is_alone:
+            now = time.perf_counter()
+            self.alone, self.mark = self.alone + now - self.mark, now
+
+    def end_alone(self) -> None:
+        """Count the time of the first forward as well; the other micro-batches are not counted."""
+        self.count_alone()
+        self.is_alone = False
+
+    def begin_alone(self) -> None:
+        """Note that the gradients are exchanged."""
+        self.mark, self.is_alone = time.perf_counter(), True
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Return what to log, and start again; a collective.
+
+        ``slowest_rank`` needs ``behind_ms`` more for a step than the fastest; memory is that of the rank with the most.
+        """
+        steps, seconds = step - self.step, time.perf_counter() - self.clock
+        own = [self.alone, memory_in_use(self.device), memory_in_use(self.device, peak=True)]
+        alone, memory, peak = zip(*all_gather_numbers(own), strict=True)
+        self.start(step)
+        record = {"memory_mib": round(max(memory) / 2**20, 1), "peak_memory_mib": round(max(peak) / 2**20, 1)}
+        if not steps:
+            return record
+        if len(alone) > 1:
+            slowest = max(range(len(alone)), key=alone.__getitem__)
+            record |= {"slowest_rank": slowest, "behind_ms": round(1000 * (max(alone) - min(alone)) / steps, 2)}
+        return {"samples_per_second": round(steps * self.samples_per_step / seconds, 1), **record}
+
+
+def memory_in_use(device: torch.device, *, peak: bool = False) -> int:
+    """Return the bytes in use, or the most since ``reset_peak_memory``; on a CPU, of this process (0 if not Linux)."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated() if peak else torch.accelerator.memory_allocated()
+    path, name = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak, so that the memory that building the model needed does not count."""
+    clear = Path("/proc/self/clear_refs")
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+    elif clear.exists():
+        clear.write_text("5")  # proc(5): resets the peak of the resident set.
