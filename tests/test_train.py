@@ -126,13 +126,35 @@ time = SimpleNamespace(perf_counter=itertools.count().__next__)
 """
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "file", "line"),
+    [
+        ("ddp", "model.py", "        return self.linear(features.mean(dim=(2, 3)))\n"),
+        ("fsdp", "splitting/seeding.py", "        seed_generators(self.seed, epoch, index)\n"),
+    ],
+)
+def test_each_record_says_which_rank_is_slow_and_how_much_memory_is_used(
+    bake: Bake, tmp_path: Path, parallelism: str, file: str, line: str
+) -> None:
+    project = bake(parallelism=parallelism)
+    seconds = 0.05 if parallelism == "ddp" else 0.05 / 24  # In each forward, or for each of the samples of a rank.
+    code = f"import time; time.sleep({seconds} * __import__('torch').distributed.get_rank())"
+    plant(project, file, line, code)
+    words = ("--train.log_every", "5", "--train.max_steps", "15", "--data.global_batch_size", "48")
+    launch(project, "train", *SHORT, *words, "--run.dir", tmp_path / "run")
+    *_, record = records(tmp_path / "run", "train")
+    assert record["slowest_rank"] == 1 and record["behind_ms"] > 25
+    assert 50 < record["memory_mib"] <= record["peak_memory_mib"] < 5000
+
+
 def test_a_run_records_its_commit_and_the_throughput_of_all_ranks(bake: Bake, tmp_path: Path) -> None:
     project = bake()
-    edit(project, "reporting/metrics.py", "import time\n", CLOCK)
+    edit(project, "reporting/pace.py", "import time\n", CLOCK)
     commits = [commit(project)]
     launch(project, "train", *SHORT, "--data.global_batch_size", "64", "--run.dir", tmp_path)
     rates = [record.get("samples_per_second") for record in records(tmp_path, "train")]
-    assert rates == [None] + 5 * [64.0]  # The first step is part of the start.
+    # The first step is part of the start. Each other one reads the clock four times, which takes four seconds.
+    assert rates == [None] + 5 * [64 / 4]
 
     (project / "note.txt").touch()
     commits.append(commit(project))

@@ -1,6 +1,6 @@
 """Metrics and progress of a run. A record is one line of ``metrics.jsonl``, written by one call of ``Tracker.log``:
 
-{"event": "train", "step": 10, "epoch": 0, "loss": 2.1, "lr": 0.001, "grad_norm": 1.4, "samples_per_second": 2214.0}
+{"event": "train", "step": 10, "epoch": 0, "loss": 2.1, "lr": 0.001, "grad_norm": 1.4, "slowest_rank": 1, ...}
 {"event": "eval", "step": 110, "split": "test", "num_samples": 360, "loss": 0.31, ...}
 """
 
