@@ -8,11 +8,12 @@ QUESTIONS := project_name project_slug author parallelism task launcher cluster 
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-mutants test-fast lint
+.PHONY: help demo test test-long test-weekly test-mutants test-fast lint
 help:
 	@echo "make demo          render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test          check every rendered file; train every strategy, task and launcher: at most ten minutes"
 	@echo "make test-long     the other tests: failures, clusters, debuggers, the rendered projects' own tests"
+	@echo "make test-weekly   what is left of these: the rendered projects' own tests for more strategies and tasks"
 	@echo "make test-mutants  plant faults one at a time, and see that a test catches each: about half an hour"
 	@echo "make test-fast     lint, and run the tests that train nothing"
 	@echo "make lint          run the pre-commit checks"
@@ -23,10 +24,13 @@ demo: .venv/installed
 	@BIN=$(BIN) tests/demo.sh
 
 test: .venv/installed
-	$(PYTEST) -m "not long and not mutant"
+	$(PYTEST) -m "not long and not weekly and not mutant"
 
 test-long: .venv/installed
 	$(PYTEST) -m long
+
+test-weekly: .venv/installed
+	$(PYTEST) -m weekly
 
 test-mutants: .venv/installed
 	$(PYTEST) -m mutant

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
     for item in items:
         if item.get_closest_marker("slow") and item.path.name not in TEN_MINUTES:
-            item.add_marker("long")
+            item.add_marker("weekly" if item.get_closest_marker("weekly") else "long")
 
 
 class ByFile(LoadScopeScheduling):

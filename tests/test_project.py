@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from answers import DEFAULT_SLUGS
@@ -79,16 +81,20 @@ def assert_none_skipped(output: str) -> None:
     assert re.search(r"^\d+ passed in", output.splitlines()[-1].strip("= ")), output
 
 
-COMBINATIONS = set(itertools.product(CHOICES["parallelism"], CHOICES["task"]))
+def combinations() -> Iterator[Any]:
+    """Yield each strategy with each task, and a name from which a slug is not easy to derive.
+
+    One of each strategy is among the long tests; the others are left to `make test-weekly`.
+    """
+    names = itertools.cycle([*DEFAULT_SLUGS][1:])
+    for shift in (1, 2, 0):
+        for number, parallelism in enumerate(CHOICES["parallelism"]):
+            task = CHOICES["task"][(number + shift) % len(CHOICES["task"])]
+            if (parallelism, task) != INSTALLED:
+                yield pytest.param(parallelism, task, next(names), marks=[pytest.mark.weekly] if shift != 1 else [])
 
 
-# Each has another name, from which a slug is not easy to derive.
-NAMED = [
-    (*answers, name) for answers, name in zip(sorted(COMBINATIONS - {INSTALLED}), itertools.cycle([*DEFAULT_SLUGS][1:]))
-]
-
-
-@pytest.mark.parametrize(("parallelism", "task", "name"), NAMED)
+@pytest.mark.parametrize(("parallelism", "task", "name"), [*combinations()])
 def test_every_strategy_and_task_passes_its_own_tests(bake: Bake, parallelism: str, task: str, name: str) -> None:
     launcher = "spawn" if task == "digits" else "torchrun"
     project = bake(parallelism=parallelism, task=task, launcher=launcher, project_name=name)
