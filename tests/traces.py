@@ -22,7 +22,8 @@ EVERYWHERE: Table = {
     ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|model\.context|\bGPT\b|\bprompt\b",
     ("task", "control"): r"gymnasium|CartPole|\bcontrol\.|mean_return|pygame|advantages?\b",
     ("tracker", "tensorboard"): r"tensorboard|SummaryWriter|event file",
-    ("launcher", "spawn"): r"\bspawn(?!\")",  # "spawn" is also the start method of loader processes.
+    # "spawn" is also the start method of loader processes, with a SpawnContext and a SpawnProcess.
+    ("launcher", "spawn"): r"\bspawn(?![\"CP])",
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone|MAX_RESTARTS",
     ("cluster", "slurm"): r"sbatch|scancel|scontrol",
     ("cluster", "kubernetes"): r"kubernetes|kubectl|kubeflow|\bpods?\b",

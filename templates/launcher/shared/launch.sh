@@ -27,7 +27,10 @@ for word in "$@"; do
 done
 
 # Reports a mistake once, before any rank starts; prints the number of ranks, and the seconds in which all must arrive.
-answer="$("$PYTHON" -m "$package" --preflight "$@")"
+# Ctrl-C ends this script after the check, instead of ending the check with a traceback.
+trap 'exit 130' INT
+answer="$(trap '' INT && exec "$PYTHON" -m "$package" --preflight "$@")"
+trap '' INT # Until the launcher answers it: Python prints a traceback while it starts.
 NPROC="${answer% *}"
 
 # The ranks share the processors of this machine; on a cluster, those that are allocated to the job.

@@ -1,27 +1,27 @@
 """Start NPROC ranks on this machine with ``torch.multiprocessing.spawn``; each gets the same command line.
 
-launch ── spawn ──┬── rank 0: main(argv)        stop signals are forwarded to the ranks, which save and exit;
-                  ├── rank 1: main(argv)        when one fails, the others are terminated
+launch ── spawn ──┬── rank 0: main(argv)        ``Ranks`` says how they end: what is forwarded, awaited and reported
+                  ├── rank 1: main(argv)
                   └── ...
 """
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import FrameType
-
-from torch.distributed import DistError, TCPStore
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, spawn
+from typing import Any
 
 from ..config import UserError
-from .environment import exit_with_error, read_nodes
+from .environment import Nodes, exit_with_error, read_nodes
+from .ranks import Ranks
+from .signals import STOP_SIGNALS, hold_back, start_resource_tracker
 
 
 def launch(nproc: int, argv: Sequence[str]) -> None:
-    """Run the command line ``argv`` in ``nproc`` processes and wait for them; when one fails, terminate the others.
+    """Run the command line ``argv`` in ``nproc`` processes and wait for them; when one fails, end the others.
 
     For a run on several machines, the environment specifies which one this is, and where the first one is: NODES,
     NODE_RANK, HEAD and PORT, without which it is rejected.
@@ -29,71 +29,67 @@ def launch(nproc: int, argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with the exit code of the rank that failed first, or 128 plus the number of a signal.
     """
+    # Only now: PyTorch takes seconds to import, and Ctrl-C would end that with a traceback.
+    from torch.multiprocessing.spawn import spawn
+
     nodes = read_nodes()
-    host, port = nodes.head, nodes.port
-    if nodes.rank == 0:
-        # This process holds the store for the ranks' rendezvous; on one machine the system chooses a free port.
-        try:
-            store = TCPStore(host, port, is_master=True, wait_for_workers=False)
-        except DistError as error:
-            exit_with_error(f"no rendezvous at {host}:{port}; is HEAD this machine? ({str(error).splitlines()[0]})")
-        port = store.port
-    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    first_rank, store = nodes.rank * nproc, open_store(nodes)
+    os.environ.update(MASTER_ADDR=nodes.head, MASTER_PORT=str(store.port if store else nodes.port))
     os.environ.update(WORLD_SIZE=str(nproc * nodes.count), LOCAL_WORLD_SIZE=str(nproc))
-    context = spawn(run_rank, args=(nodes.rank * nproc, argv), nprocs=nproc, join=False)
-    assert context is not None
-    with forward_signals(context) as received:
-        wait(context)
-    if received:
-        sys.exit(128 + received[0])
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+    ranks = Ranks({}, patience=float(os.environ.get("STOP_SECONDS") or "60"))
+    start_resource_tracker()
+    with forward_signals(ranks):
+        with hold_back():
+            context = spawn(run_rank, args=(first_rank, argv), nprocs=nproc, join=False)
+            assert context is not None
+            ranks.processes = dict(enumerate(context.processes, first_rank))
+        while ranks.running() and not ranks.received:
+            time.sleep(0.1)
+            ranks.check()
+        ranks.end(terminate=False)
+    if code := ranks.exit_code():
+        sys.exit(code)
+
+
+def open_store(nodes: Nodes) -> Any:
+    """Return the store for the ranks' rendezvous, which the first machine holds; None on the others."""
+    from torch.distributed import DistError, TCPStore
+
+    if nodes.rank == 0:
+        try:  # On one machine, the system chooses a free port.
+            return TCPStore(nodes.head, nodes.port, is_master=True, wait_for_workers=False)
+        except DistError as error:
+            where, reason = f"{nodes.head}:{nodes.port}", str(error).splitlines()[0]
+            exit_with_error(f"no rendezvous at {where}; is HEAD this machine? ({reason})")
+    return None
 
 
 def run_rank(local_rank: int, first_rank: int, argv: Sequence[str]) -> None:
     """Run one rank of this machine, whose ranks start at ``first_rank``."""
     os.environ.update(RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
-    # By name, as any launcher starts a program: this room imports nothing from the program that it starts.
-    import_module("{{ cookiecutter.__package }}.__main__").main(argv)
+    try:
+        # By name, as any launcher starts a program: this room imports nothing from the program that it starts.
+        import_module("{{ cookiecutter.__package }}.__main__").main(argv)
+    except Exception:
+        # Print it here and now, as any program does; PyTorch would leave it in a temporary file for the launcher.
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 @contextmanager
-def forward_signals(context: ProcessContext) -> Iterator[list[int]]:
-    """Forward stop signals to the ranks, which save and exit by themselves; yields the signals received."""
-    received: list[int] = []
-
-    def forward(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        for process in context.processes:
-            if process.is_alive():
-                os.kill(process.pid, number)
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+def forward_signals(ranks: Ranks) -> Iterator[None]:
+    """Forward stop signals to the ranks, which save and exit by themselves."""
+    previous = {number: signal.signal(number, ranks.forward) for number in STOP_SIGNALS}
     try:
-        yield received
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def wait(context: ProcessContext) -> None:
-    """Wait for the ranks.
-
-    Raises:
-        SystemExit: if a rank has failed, after its traceback was printed and the other ranks have ended.
-    """
-    patience = float(os.environ.get("STOP_SECONDS", "60"))
-    try:
-        while not context.join(grace_period=patience):
-            pass
-    except ProcessRaisedException as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
-    except ProcessExitedException as error:
-        if error.exit_code < 0:  # A signal ended the rank, so it could not print anything itself.
-            print(error, file=sys.stderr)
-        sys.exit(error.exit_code if error.exit_code > 0 else 128 - error.exit_code)
-
-
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         launch(int(os.environ.get("NPROC", "1")), sys.argv[1:])
     except UserError as error:

@@ -20,8 +20,9 @@ fi
 # Restarted ranks need a new store: the old one holds the addresses of dead ranks, and a replacement machine does not
 # know of it.
 [[ "${MAX_RESTARTS:-0}" == 0 ]] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Stop signals are forwarded to the ranks, which get time to save.
-exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$NPROC" \
-    --max-restarts="${MAX_RESTARTS:-0}" --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --shutdown-timeout="${STOP_SECONDS:-60}" -m "$package" "$@"
+# This is torchrun; launch/torchrun.py says what it adds. Without PET_LOG_DIR, it would leave an empty folder in the
+# temporary directory.
+exec "$PYTHON" -m "$package.launch.torchrun" "${rendezvous[@]}" --nproc-per-node="$NPROC" \
+    --max-restarts="${MAX_RESTARTS:-0}" --shutdown-timeout="${STOP_SECONDS:-60}" \
+    --log-dir="${PET_LOG_DIR:-/dev/null}" -m "$package" "$@"
 #:: endblock ::#

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from .config import DataConfig, UserError
 from .dataset import collate_fn
-from .launch import init_loader_worker
+from .launch import LoaderContext, init_loader_worker
 from .splitting import InStep, Key, SeededDataset, Stream, check_same_dataset, identity, permuted
 from .strategy import Strategy
 
@@ -124,8 +124,7 @@ def loader_options(config: DataConfig, device: torch.device) -> dict[str, Any]:
         "collate_fn": identity,
         "num_workers": config.num_workers,
         "persistent_workers": config.num_workers > 0,
-        # Not fork: the child would inherit locks that other threads hold at that moment, and might deadlock.
-        "multiprocessing_context": "spawn" if config.num_workers else None,
+        "multiprocessing_context": LoaderContext() if config.num_workers else None,
         "worker_init_fn": init_loader_worker,
         "pin_memory": device.type == "cuda",
         # A separate generator: a new iterator would otherwise draw from the global one, and a resumed run would differ.

@@ -36,7 +36,9 @@ def train(config: Config, process: Process) -> None:
     trainer = Trainer(config, process, weights=None if candidates else config.model.weights)
     trainer.restore(candidates)
     on_main(lambda: write_provenance(run_dir, asdict(config), process))
-    trainer.run()
+    stopped = trainer.run()
+    del trainer  # Its loader processes end in order when it is gone.
+    runtime.exit_if(stopped)
 
 
 class Trainer:
@@ -80,8 +82,8 @@ class Trainer:
             planned_steps, self.total_steps = count_steps(steps, config.train, config.optim, others)
             self.scheduler.end_at(planned_steps)
 
-    def run(self) -> None:
-        """Train to the end; on a stop signal, save and leave the remaining steps to the next start."""
+    def run(self) -> bool:
+        """Train to the end; on a stop signal, save, leave the remaining steps to the next start, and return True."""
         progress, stopped = self.progress, False
         self.parallel.align_random_state()
         recording = self.tracker.record(progress.step, self.total_steps, progress.evaluated_step)
@@ -103,8 +105,7 @@ class Trainer:
                 self.tracker.print(
                     f"stopped by {signal} after step {progress.step}; the same command resumes from there"
                 )
-        if stopped:
-            runtime.exit_stopped()
+        return stopped
 
     def run_epoch(self) -> None:
         """Train on the rest of the current epoch, or until the last step."""

@@ -17,7 +17,8 @@ from .environment import (
     is_restart,
     read_nodes,
 )
-from .parent import end_with_launcher, init_loader_worker
+from .loader import LoaderContext, init_loader_worker
+from .parent import end_with_launcher
 from .preflight import check_batch, check_layout, check_port, count_ranks
 from .run_directory import (
     acquire_run_directory,
@@ -26,6 +27,7 @@ from .run_directory import (
     list_checkpoints,
     lock,
 )
+from .signals import STOP_SIGNALS
 #:: if cookiecutter.__plays ::#
 from .spaces import check_spaces, make_environment
 #:: endif ::#

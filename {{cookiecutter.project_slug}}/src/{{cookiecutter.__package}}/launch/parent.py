@@ -10,29 +10,23 @@ import signal
 import sys
 import threading
 import time
-from multiprocessing import parent_process
 
 from .environment import ProcessInfo
+from .signals import answer
 
 PR_SET_PDEATHSIG = 1  # From <linux/prctl.h>.
 
 
 def end_with_launcher(info: ProcessInfo) -> None:
-    """Make this process end with its launcher, if it has one; Slurm's daemon ends its tasks by itself."""
+    """Make this process end with its launcher, if it has one, and with a stop signal, until training answers those.
+
+    Slurm's daemon ends its tasks by itself.
+    """
+    answer(signal.SIG_DFL)
     is_mpi = info.launcher == "mpirun"
     if is_mpi or "LOCAL_WORLD_SIZE" in os.environ:
         # The kernel also sends the signal when the thread that started us ends; MPI's launchers have several threads.
         end_with(os.getppid(), by_kernel=not is_mpi)
-
-
-def init_loader_worker(_: int) -> None:
-    """Initialize a loader process: make it end with its rank, and leave stop signals to that rank."""
-    rank = parent_process()
-    assert rank is not None and rank.pid is not None
-    # PyTorch ties it to its current parent, which is not the rank if the rank was killed in the meantime.
-    end_with(rank.pid)
-    # Slurm may signal all processes of a job, and the rank still needs this one.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def end_with(parent: int, *, by_kernel: bool = True) -> None:

@@ -21,6 +21,9 @@ from pathlib import Path
 import torch.distributed as dist
 from tqdm import tqdm
 
+from ..config import UserError
+from ..launch import is_first_on_machine
+
 PACKAGE_DIR = Path(__file__).parents[1]
 # Seconds to wait for the reports of other ranks: those that wait for the same rank give up at about the same time.
 PATIENCE = 5.0
@@ -47,19 +50,40 @@ def report_failures(describe_progress: Callable[[], str]) -> Iterator[None]:
 
 
 def report(error: Exception, progress: str) -> None:
-    """Write a report; if this rank was waiting, add a note (printed by one rank) on which rank is responsible."""
+    """Write a report, and print what this rank knows; one rank that was waiting prints the last line of the run."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    reports, store_gone = exchange_reports(rank, world_size, Report(is_collective_error(error), locate(error), text))
-    if not reports[rank].waited:
+    own = Report(is_collective_error(error), locate(error), text)
+    if not own.waited:
         error.add_note(f"rank {rank}, {progress}")
+        if not isinstance(error, UserError):
+            print_traceback(error)  # Before the report, because the last line follows that.
+    reports, store_gone = exchange_reports(rank, world_size, own)
+    if not own.waited:
         return
     line = f"{explain(reports, world_size, progress, store_gone)}. See 'Troubleshooting' in README.md"
-    error.add_note(line)
-    if rank == min(other for other in reports if reports[other].waited):
-        # Print now: a launcher that ends this rank may leave no time for a traceback.
+    is_first = rank == min(other for other in reports if reports[other].waited)
+    if is_first and all(report.waited for report in reports.values()):
+        print_traceback(error)  # Otherwise that of the failed rank, which it has printed, is enough.
+    if is_first:
+        # Now: a launcher that ends this rank may leave no time for more.
         tqdm.write(f"error: {line}", file=sys.stderr)
         sys.stderr.flush()
+    if is_first or not is_first_on_machine():
+        forget_traceback()  # It would bury the line.
+    error.add_note(line)
+
+
+def print_traceback(error: Exception) -> None:
+    """Print the traceback of an error now, and not when the error ends this process."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    forget_traceback()
+
+
+def forget_traceback() -> None:
+    """Print no traceback when an error ends this process."""
+    # Its frames would keep what they refer to until the interpreter ends; see process_group.
+    sys.excepthook = lambda _, error, trace: traceback.clear_frames(trace)
 
 
 def is_collective_error(error: Exception) -> bool:

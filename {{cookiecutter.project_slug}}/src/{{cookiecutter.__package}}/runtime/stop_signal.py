@@ -1,4 +1,4 @@
-"""Stop signals (SIGTERM, SIGUSR1): all ranks stop after the same step.
+"""Stop signals (SIGTERM, SIGUSR1, Ctrl-C): all ranks stop after the same step.
 
     rank 0   step 7 ────────── step 8 ────────── step 9    The signal reaches rank 1 during step 7. Rank 1 sends it with
     rank 1   step 7 ─ signal ─ step 8 ────────── step 9    the all-reduce that starts with step 8; every rank reads that
@@ -14,13 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from ..launch import STOP_SIGNALS
+
 # Signals that repeat within this time count as one: Slurm signals all processes of a job, a shell a process group, and
 # a launcher among them forwards the signal.
 SECONDS_OF_ONE_SIGNAL = 5.0
@@ -41,7 +42,7 @@ class StopSignal:
         self.pending = self.start_all_reduce()
 
     def __enter__(self) -> Self:
-        self.previous = {number: signal.signal(number, self.on_signal) for number in SIGNALS}
+        self.previous = {number: signal.signal(number, self.on_signal) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, failed: object, *_: object) -> None:
@@ -82,9 +83,10 @@ class StopSignal:
             raise Stopped(signal.Signals(int(highest)).name)
 
 
-def exit_stopped() -> NoReturn:
+def exit_if(stopped: bool) -> None:
     """Exit after a stop: with 0, or with STOP_CODE if 0 would mean that the run is complete.
 
     If a cluster stops one machine, the ranks of the other machines stop too, and their launchers do not know why.
     """
-    sys.exit(int(os.environ.get("STOP_CODE", "0")))
+    if stopped:
+        sys.exit(int(os.environ.get("STOP_CODE", "0")))
