@@ -382,6 +382,15 @@ def timeouts(lab: Lab) -> None:
     assert (at_start, later) == (timedelta(seconds=555), timedelta(seconds=444))
 
 
+@shows("distributed.agree_seconds")
+def agree_seconds(lab: Lab) -> None:
+    stop = lab.trainer("--distributed.agree_seconds", "0").stop
+    for _ in range(4):
+        with stop.agree():
+            pass
+    assert stop.interval == 1
+
+
 @shows("parallel.bucket_cap_mb")
 def bucket_cap_mb(lab: Lab) -> None:
     one, many = (count_collectives(lab.trainer("--parallel.bucket_cap_mb", mb), "reduce") for mb in ("25", "0.001"))

@@ -15,7 +15,7 @@ STOP = """
 import os, signal
 from my_experiment.config import DistributedConfig
 from my_experiment.runtime import StopSignal, process_group
-with process_group(DistributedConfig(), devices_per_rank=1), StopSignal() as stop:
+with process_group(DistributedConfig(), devices_per_rank=1), StopSignal(0.15) as stop:
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGUSR1)
     print(signal.Signals(stop.received).name, flush=True)

@@ -65,7 +65,7 @@ class Trainer:
         register("scaler", self.scaler)
         self.guard = FiniteGuard(self.parallel.module, process.device, config.train.on_nonfinite, self.scaler)
 
-        self.stop = StopSignal()
+        self.stop = StopSignal(config.distributed.agree_seconds)
         self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
         self.progress = self.saved = Progress()
