@@ -80,7 +80,7 @@ class StopSignal:
         if self.number == 0:
             self.pending = self.start_all_reduce()
         yield
-        # One step later, the message has long arrived. Waiting for it in the same step took 7 to 18 % of a step of 18 ms.
+        # A step later, it has long arrived. Waiting for it in the same step took 7 to 18 % of a step of 18 ms.
         if self.number == min(1, self.interval - 1):
             self.read_message()
         self.number = (self.number + 1) % self.interval
