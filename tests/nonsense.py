@@ -64,7 +64,7 @@ def judge_settings(lab: Lab, wrong: list[str]) -> list[tuple[str, str]]:
             line = refusal(lab, f"--{name}={value}")
             if line is None:
                 accepted.append((name, value))
-            elif "\n" in line or field.name not in line:
+            elif "\n" in line or not any(word in line for word in (field.name, f" of {section}", "micro-batch")):
                 wrong.append(f"{name} = {value[:20]}: {line[:300]}")
     return accepted
 

@@ -84,6 +84,7 @@ def test_jobs_have_ports_of_their_own() -> None:
         (TORCHRUN | {"WORLD_SIZE": "many"}, "many"),
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, "contradict"),
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "1"}, "contradict"),
         ({"RANK": "0", "WORLD_SIZE": "1"} | OPEN_MPI, "rank 0 of 1, and OMPI_COMM_WORLD_RANK .* rank 1 of 3"),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS"),
         (SRUN | {"SLURM_NODEID": "-1"}, "SLURM_STEP_NUM_TASKS"),

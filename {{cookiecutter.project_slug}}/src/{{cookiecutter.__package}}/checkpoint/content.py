@@ -36,11 +36,11 @@ class Progress:
 
 
 Tensors = dict[str, Tensor]
-Setting = bool | int | float | str | list[Any] | tuple[Any, ...] | None
+Plain = bool | int | float | str | None
 # The type of each part. What is registered under a name of its own is checked by whoever loads it.
 PARTS: dict[str, Any] = {
     "progress": dict[str, int | float | None],
-    "config": dict[str, dict[str, Setting]],
+    "config": dict[str, dict[str, Plain | list[Plain]]],
     "param_groups": list[dict[str, Any]],
     "built_groups": list[dict[str, Any]],
     "rng": list[dict[str, Any]],

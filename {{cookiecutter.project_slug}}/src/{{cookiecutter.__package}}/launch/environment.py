@@ -49,9 +49,9 @@ def find_process_info(env: Env = os.environ) -> ProcessInfo:
                 message = f"{variable} is set, but the launcher's other variables do not match it: {error}"
                 raise UserError(message) from None
             local_rank, local_world_size = info.local_rank, info.local_world_size
-            is_in_range = 0 <= info.rank < info.world_size and 0 <= local_rank < local_world_size <= info.world_size
-            is_elsewhere = local_world_size == info.world_size and local_rank != info.rank  # On the only machine.
-            if not is_in_range or is_elsewhere:
+            is_possible = 0 <= local_rank <= info.rank < info.world_size and local_rank < local_world_size
+            others = info.world_size - local_world_size  # Processes on other machines.
+            if not is_possible or others < 0 or (others == 0 and local_rank != info.rank):
                 raise UserError(f"{variable} is set, but the launcher's variables contradict each other: {info}")
             if variable == "RANK":
                 check_others(info, env)
