@@ -144,6 +144,18 @@ PROJECT = {
         "append(values)",
         "test_evaluate.py::counts_every_sample_once",
     ),
+    "what was under way is lost when evaluation takes its turn": Mutant(
+        SRC + "splitting/loaders.py",
+        "itertools.chain(again, upcoming)",
+        "upcoming",
+        "test_data.py::are_loaded_by_the_same_processes",
+    ),
+    "evaluation has loader processes of its own": Mutant(
+        SRC + "data.py",
+        "loader_options(config, device), beside)",
+        "loader_options(config, device), None)",
+        "test_data.py::are_loaded_by_the_same_processes",
+    ),
     "the worst checkpoint is the best": Mutant(
         SRC + "train.py",
         "sign * value > sign * progress",

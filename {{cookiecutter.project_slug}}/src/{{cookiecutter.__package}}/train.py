@@ -62,7 +62,7 @@ class Trainer:
         register("scaler", self.scaler)
 
         self.stop = StopSignal()
-        self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree)
+        self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree, self.loader)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
         self.progress = Progress()
         self.first_step = self.saved_step = 0

@@ -65,15 +65,15 @@ def check_content(content: Any, is_folder: bool) -> None:
         check_locations(content["metadata"])
     else:
         check_types(content, dict.fromkeys(content["tensors"], Tensors))
-    check_types(content["progress"], get_type_hints(Progress))
-    counts = [value for value in content["progress"].values() if isinstance(value, int)]
-    if not all(0 <= count <= LARGEST for count in counts):
-        raise DamagedCheckpointError(f"its progress is {content['progress']}")
+    check_known(content["progress"], Progress)
+    progress = content["progress"]
+    is_complete = {"step", "epoch", "samples"} <= progress.keys() <= vars(Progress()).keys()
+    if not is_complete or not all(0 <= value <= LARGEST for value in progress.values() if isinstance(value, int)):
+        raise DamagedCheckpointError(f"its progress is {progress}")
     if not all(len(content[name]) == len(content["rng"]) > 0 for name in ("rng", *content["ranks"])):
         raise DamagedCheckpointError("it lacks the state of a rank")
     for name in content["config"].keys() & {"model", "dataset"}:
-        saved, hints = content["config"][name], get_type_hints(sections()[name])
-        check_types(saved, {key: hint for key, hint in hints.items() if key in saved})
+        check_known(content["config"][name], sections()[name])
 
 
 def check_types(values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
@@ -83,6 +83,11 @@ def check_types(values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
             raise DamagedCheckpointError(f"it lacks {name}")
         if not has_type(values[name], hint):
             raise DamagedCheckpointError(f"its {name} is of a wrong type")
+
+
+def check_known(values: Mapping[str, Any], kind: type) -> None:
+    """Reject ``values`` that have something else in the place of a field of ``kind``; new fields may be missing."""
+    check_types(values, {name: hint for name, hint in get_type_hints(kind).items() if name in values})
 
 
 def check_locations(metadata: Metadata) -> None:

@@ -12,6 +12,7 @@ from .environments import derive_seed, to_tensor, to_valid
 from .experience import Experience
 #:: endif ::#
 from .gather import Shares, gather_global_batch, set_shares
+from .loaders import Batches
 from .losses import GlobalMean, Loss, Weight, read_loss
 from .nested import split_batch, to_device, unpack
 from .order import permuted
