@@ -48,10 +48,3 @@ class Evaluator:
             left = max(0, left - self.sampler.batch_size)
         index = np.array(self.sampler.indices if collected else [], dtype=np.int64)
         return {"index": index, **{name: concatenate(name, values, len(index)) for name, values in collected.items()}}
-
-
-def concatenate(name: str, values: list[Tensor], length: int) -> np.ndarray:
-    """Return the values of one metric as one array; reject another ``length``, and rows whose shapes differ."""
-    if len({value.shape[1:] for value in values}) > 1 or sum(map(len, values)) != length:
-        raise UserError(f"per_sample_metrics returned a {name} that is not one number, or row of a shape, per sample")
-    return torch.cat(values).cpu().numpy()

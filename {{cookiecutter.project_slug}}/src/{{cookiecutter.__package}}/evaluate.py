@@ -19,7 +19,7 @@ from .model import build_model
 from .parallel import Parallel
 from .reporting import append_record
 from .runtime import Process, all_gather_object, on_main
-from .splitting import Policy, derive_seed, to_tensor, to_valid
+from .splitting import Metrics, Policy, derive_seed, merge, to_tensor, to_valid
 from .strategy import Strategy
 #:: else ::#
 from collections.abc import Callable
@@ -41,29 +41,14 @@ from .model import build_model
 from .parallel import Parallel
 from .reporting import append_record
 from .runtime import Process, all_gather_object, on_main
-from .splitting import to_device, unpack
+from .splitting import Metrics, concatenate, merge, to_device, unpack
 from .strategy import Strategy
 #:: endif ::#
 
-Metrics = dict[str, np.ndarray]  # Per sample: arrays by name, whose first dimension is the samples.
 Context = Callable[[], AbstractContextManager[None]]
 
 
 #:: include cookiecutter.__loop_of_task ~ "/evaluator.py" ::#
-
-
-def merge(shares: list[Metrics], length: int) -> Metrics:
-    """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split.
-
-    Raises:
-        RuntimeError: if one of ``length`` samples is missing or was counted twice.
-    """
-    index = np.concatenate([share["index"] for share in shares])
-    if len(index) != length or len(np.unique(index)) != length:
-        raise RuntimeError(f"{len(np.unique(index))} of {length} samples were evaluated, {len(index)} times in all")
-    order = np.argsort(index)
-    names = next(share.keys() for share in shares if len(share["index"]))
-    return {name: np.concatenate([share[name] for share in shares if len(share["index"])])[order] for name in names}
 
 
 def evaluate(path: str, config: Config, process: Process) -> None:

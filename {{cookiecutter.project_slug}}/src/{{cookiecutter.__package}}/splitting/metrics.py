@@ -1,0 +1,30 @@
+"""Metrics of samples, which the ranks computed: merged in the order of the dataset, each sample once."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import UserError
+
+Metrics = dict[str, np.ndarray]  # Per sample: arrays by name, whose first dimension is the samples.
+
+
+def concatenate(name: str, values: list[Tensor], length: int) -> np.ndarray:
+    """Return the values of one metric as one array; reject another ``length``, and rows whose shapes differ."""
+    if len({value.shape[1:] for value in values}) > 1 or sum(map(len, values)) != length:
+        raise UserError(f"per_sample_metrics returned a {name} that is not one number, or row of a shape, per sample")
+    return torch.cat(values).cpu().numpy()
+
+
+def merge(shares: list[Metrics], length: int) -> Metrics:
+    """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split.
+
+    Raises:
+        RuntimeError: if one of ``length`` samples is missing or was counted twice.
+    """
+    index = np.concatenate([share["index"] for share in shares])
+    if len(index) != length or len(np.unique(index)) != length:
+        raise RuntimeError(f"{len(np.unique(index))} of {length} samples were evaluated, {len(index)} times in all")
+    order = np.argsort(index)
+    names = next(share.keys() for share in shares if len(share["index"]))
+    return {name: np.concatenate([share[name] for share in shares if len(share["index"])])[order] for name in names}
