@@ -98,8 +98,10 @@ def eval_batch_size(lab: Lab) -> None:
 
 @shows("data.num_workers")
 def num_workers(lab: Lab) -> None:
-    loading = iter(lab.trainer("--data.num_workers", "1").loader)
-    next(loading)
+    trainer = lab.trainer("--data.num_workers", "1")
+    training, evaluation = iter(trainer.loader), iter(trainer.evaluator.loader)
+    # The same process does both.
+    assert next(training) and next(evaluation) and next(training)
     assert len(multiprocessing.active_children()) == 1
 
 

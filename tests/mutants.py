@@ -150,6 +150,18 @@ PROJECT = {
         "append(values)",
         "test_evaluate.py::counts_every_sample_once",
     ),
+    "what was under way is lost when evaluation takes its turn": Mutant(
+        SRC + "splitting/loaders.py",
+        "itertools.chain(again, upcoming)",
+        "upcoming",
+        "test_data.py::are_loaded_by_the_same_processes",
+    ),
+    "evaluation has loader processes of its own": Mutant(
+        SRC + "data.py",
+        "loader_options(config, device), beside)",
+        "loader_options(config, device), None)",
+        "test_data.py::are_loaded_by_the_same_processes",
+    ),
     "the worst checkpoint is the best": Mutant(
         SRC + "train.py",
         "sign * value > sign * progress",
@@ -229,8 +241,8 @@ PROJECT = {
     # Checkpoints
     "random state is not restored": Mutant(
         SRC + "checkpoint/checkpointer.py",
-        '        set_rng_state(own[0]["rng"], self.process.device)\n',
-        "",
+        "set_rng_state(state, self.process.device)",
+        "pass",
         "test_training.py::random_numbers_continue",
     ),
     "all ranks have the same random numbers": Mutant(
@@ -374,9 +386,9 @@ TEMPLATE = {
         "test_documents.py::a_command_runs and launch",
     ),
     "data.eval_batch_size is ignored": Mutant(
-        PACKAGE + "evaluate.py",
-        "self.sampler, config.eval_batch_size,",
-        "self.sampler, 256,",
+        "templates/task/shared/evaluator.py",
+        "parallel.dp_size, config.eval_batch_size)",
+        "parallel.dp_size, 256)",
         EFFECTS + "ddp",
     ),
     "nothing shows what a setting does": Mutant(
@@ -390,6 +402,31 @@ TEMPLATE = {
         "import os\n",
         "import os\n\nfrom ..train import train\n",
         "test_architecture.py::imports_go_one_way",
+    ),
+    # Hostile input
+    "a crafted checkpoint is not looked at": Mutant(
+        PACKAGE + "checkpoint/loading.py",
+        "        check_content(content, is_folder)\n",
+        "",
+        "test_hostile.py::damaged_and_crafted and full",
+    ),
+    "state that cannot be restored is a crash": Mutant(
+        PACKAGE + "checkpoint/loading.py",
+        "    except Exception as reason:",
+        "    except AssertionError as reason:",
+        "test_hostile.py::damaged_and_crafted and full",
+    ),
+    "a shard may be anywhere": Mutant(
+        PACKAGE + "checkpoint/content.py",
+        "Path(info.relative_path).name != info.relative_path",
+        "False",
+        "test_hostile.py::damaged_and_crafted and sharded",
+    ),
+    "a damaged name is in the way of a save": Mutant(
+        PACKAGE + "runtime/files.py", "    remove(temporary)", "    pass", "test_hostile.py::odd_files"
+    ),
+    "any number of loader processes is started": Mutant(
+        PACKAGE + "launch/values.py", ', "data.num_workers": 2**10', "", "test_hostile.py::nonsense_is_refused and ddp"
     ),
     # Devices
     "every rank computes on the first device": Mutant(

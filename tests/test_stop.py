@@ -38,9 +38,10 @@ from my_experiment.dataset import build_datasets
 config = Config()
 config.data.num_workers = 1
 dataset = seed_dataset(build_datasets(config)[1], seed=0)
-batches = iter(build_loader(dataset, EvalSampler(len(dataset), 0, 1, 10), 10, config.data, torch.device("cpu")))
+loader = build_loader(dataset, EvalSampler(len(dataset), 0, 1, 10), 10, config.data, torch.device("cpu"))
+batches = iter(loader)
 next(batches)
-for worker in batches._workers:
+for worker in loader.processes.loader._iterator._workers:
     os.kill(worker.pid, signal.SIGUSR1)
 print(1 + len(list(batches)))
 """

@@ -133,6 +133,17 @@ def test_the_error_of_a_waiting_rank_names_the_failed_rank(bake: Bake, symptom: 
     assert "Traceback" in output
 
 
+@reproduces("does not have a deterministic implementation")
+def test_an_operation_that_differs_from_time_to_time_is_an_error(bake: Bake, symptom: str) -> None:
+    """Here one of the few that have no deterministic algorithm on a CPU."""
+    project, words = bake(), ("train", *SHORT, "--run.dir", "run")
+    plant(project, "train.py", "        device, clip = ", "torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))")
+    output = launch_failing_run(project, *words)
+    assert symptom in quoted_symptoms(project) and symptom in output
+    launch(project, *words, "--train.exact", "false")
+    assert len(losses(project / "run")) == 6
+
+
 @reproduces("Is there a distributed collective mismatch in your code?")
 def test_ranks_in_different_collectives_report_the_mismatch(bake: Bake, symptom: str) -> None:
     project = bake()

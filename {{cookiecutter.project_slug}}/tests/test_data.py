@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import multiprocessing
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 #:: if not cookiecutter.__plays ::#
 from torch.utils._pytree import tree_leaves
 #:: endif ::#
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 #:: if cookiecutter.__plays ::#
 from support import module
@@ -110,6 +111,23 @@ def test_evaluation_has_as_many_batches_on_every_rank_all_of_one_size(dp_size: i
     ((size, read),) = {(sampler.batch_size, len(list(sampler))) for sampler in samplers}
     assert read == len(samplers[0]) and read % size == 0 and size <= 12
     assert read - len(samplers[0].indices) < read // size, "more is padded than one sample per batch"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_and_evaluation_are_loaded_by_the_same_processes_in_turn(workers: int) -> None:
+    cpu, options = torch.device("cpu"), config.DataConfig(num_workers=workers)
+    samples = splitting.SeededDataset(range(LENGTH), list, seed=0)
+    order, rest = data.TrainSampler(samples, 0, 1, BATCH, seed=0), data.EvalSampler(LENGTH, 0, 1, 30)
+    expected = [[index for _, index in step] for step in BatchSampler(order, BATCH, drop_last=False)]
+    training = data.build_loader(samples, order, BATCH, options, cpu)
+    evaluation = data.build_loader(samples, rest, rest.batch_size, options, cpu, training)
+    steps, read = iter(training), []
+    for _ in range(3):
+        read += [next(steps), next(steps)]
+        assert list(itertools.chain(*evaluation)) == list(range(LENGTH))
+        assert len(multiprocessing.active_children()) == workers
+    assert [*read, *steps] == expected
+    assert list(training) == expected
 
 
 class Stream(IterableDataset[int]):

@@ -57,6 +57,13 @@ def test_the_default_port_of_an_mpi_job() -> None:
         assert environment.find_process_info(variables).rendezvous == "n07:29500"
 
 
+def test_a_launcher_inside_another_counts() -> None:
+    info = environment.find_process_info(TORCHRUN | SRUN | {"SLURM_PROCID": "0"})
+    assert (info.rank, info.launcher) == (1, "torchrun")
+    by_hand = {"RANK": "1", "WORLD_SIZE": "3"}
+    assert environment.find_process_info(by_hand | SRUN).launcher == "torchrun"
+
+
 def test_a_process_without_a_launcher_is_alone() -> None:
     in_a_batch_script = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     alone = environment.ProcessInfo()
@@ -76,6 +83,11 @@ def test_jobs_have_ports_of_their_own() -> None:
         (TORCHRUN | {"RANK": "3"}, "RANK"),
         (TORCHRUN | {"WORLD_SIZE": "many"}, "many"),
         ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, "contradict"),
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "1"}, "contradict"),
+        ({"RANK": "0", "WORLD_SIZE": "1"} | OPEN_MPI, "rank 0 of 1, and OMPI_COMM_WORLD_RANK .* rank 1 of 3"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS"),
+        (SRUN | {"SLURM_NODEID": "-1"}, "SLURM_STEP_NUM_TASKS"),
         ({key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"}, "MASTER_ADDR"),
         ({key: value for key, value in SRUN.items() if key != "SLURM_NODEID"}, "SLURM_NODEID"),
     ],
@@ -99,5 +111,8 @@ def test_the_first_host_of_a_job(nodes: str, host: str) -> None:
     assert environment.first_host(nodes) == host
 
 
-def test_tasks_per_node() -> None:
-    assert environment.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+def test_tasks_on_a_node() -> None:
+    assert [environment.tasks_on_node("2(x3),1", node, 7) for node in range(4)] == [2, 2, 2, 1]
+    for text, node, world_size in (("2(x3),1", 4, 7), ("2(x3),1", -1, 7), ("2(x3),1", 0, 8), ("x", 0, 1), ("", 0, 0)):
+        with pytest.raises(ValueError, match="node"):
+            environment.tasks_on_node(text, node, world_size)

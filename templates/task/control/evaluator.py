@@ -14,6 +14,7 @@ class Evaluator:
         config: DataConfig,
         seed: int,
         guard: Context = nullcontext,
+        _: Any = None,
     ) -> None:
         self.episodes, self.parallel, self.seed, self.guard = episodes, parallel, seed, guard
         self.policy, self.batch_size = Policy(parallel, episodes.model), config.eval_batch_size

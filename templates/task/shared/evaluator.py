@@ -1,11 +1,18 @@
 class Evaluator:
     """Evaluates a model on a map-style dataset each time it is called; rejects a stream, whose samples have no index.
 
-    ``guard`` returns a context manager for each batch, entered equally often on every rank; it may raise to stop.
+    ``guard`` returns a context manager for each batch, entered equally often on every rank; it may raise to stop. The
+    samples are loaded by the processes of ``beside``, the loader of training.
     """
 
     def __init__(
-        self, samples: Any, parallel: Strategy, config: DataConfig, seed: int, guard: Context = nullcontext
+        self,
+        samples: Any,
+        parallel: Strategy,
+        config: DataConfig,
+        seed: int,
+        guard: Context = nullcontext,
+        beside: Any = None,
     ) -> None:
         if isinstance(samples, IterableDataset):
             raise UserError("the test set is an IterableDataset; give a list of its samples, so that each counts once")
@@ -13,7 +20,8 @@ class Evaluator:
         if not len(samples):
             raise UserError("the test set is empty; give it a sample")
         self.sampler = EvalSampler(len(samples), parallel.dp_rank, parallel.dp_size, config.eval_batch_size)
-        self.loader = build_loader(self.samples, self.sampler, self.sampler.batch_size, config, parallel.device)
+        batch_size, device = self.sampler.batch_size, parallel.device
+        self.loader = build_loader(self.samples, self.sampler, batch_size, config, device, beside)
 
     def __call__(self) -> dict[str, Any]:
         """Return ``num_samples`` and ``dataset.aggregate_metrics``, the same on every rank; a collective."""
@@ -40,10 +48,3 @@ class Evaluator:
             left = max(0, left - self.sampler.batch_size)
         index = np.array(self.sampler.indices if collected else [], dtype=np.int64)
         return {"index": index, **{name: concatenate(name, values, len(index)) for name, values in collected.items()}}
-
-
-def concatenate(name: str, values: list[Tensor], length: int) -> np.ndarray:
-    """Return the values of one metric as one array; reject another ``length``, and rows whose shapes differ."""
-    if len({value.shape[1:] for value in values}) > 1 or sum(map(len, values)) != length:
-        raise UserError(f"per_sample_metrics returned a {name} that is not one number, or row of a shape, per sample")
-    return torch.cat(values).cpu().numpy()

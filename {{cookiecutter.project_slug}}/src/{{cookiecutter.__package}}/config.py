@@ -50,7 +50,7 @@ class DataConfig:
     eval_batch_size: PositiveInt = 256
     """At most this many samples per forward pass of evaluation, on each rank."""
     num_workers: NonNegativeInt = 0
-    """Loader processes per rank; 0 loads in the rank's own process."""
+    """Loader processes per rank, which training and evaluation share; 0 loads in the rank's own process."""
 
 
 #:: include "task/" ~ cookiecutter.task ~ "/config.py" ::#

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from .config import DataConfig, UserError
 from .dataset import collate_fn
 from .launch import LoaderContext, init_loader_worker
-from .splitting import InStep, Key, SeededDataset, Stream, check_same_dataset, identity, permuted
+from .splitting import Batches, InStep, Key, SeededDataset, Stream, check_same_dataset, identity, permuted
 from .strategy import Strategy
 
 
@@ -112,10 +112,10 @@ def seed_dataset(dataset: Any, seed: int) -> SeededDataset:
 
 
 def build_loader(
-    dataset: SeededDataset, sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device
-) -> DataLoader[Any]:
-    """Build a loader of ``batch_size`` samples at a time, as ``(inputs, targets)`` on the CPU."""
-    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **loader_options(config, device))
+    dataset: Any, sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device, beside: Any = None
+) -> Batches:
+    """Build a loader of ``batch_size`` samples at a time on the CPU, with the processes of the loader ``beside`` it."""
+    return Batches(dataset, sampler, batch_size, loader_options(config, device), beside)
 
 
 def loader_options(config: DataConfig, device: torch.device) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from .model import build_model
 from .parallel import Parallel
 from .reporting import append_record
 from .runtime import Process, all_gather_object, on_main
-from .splitting import Metrics, merge, to_device, unpack
+from .splitting import Metrics, concatenate, merge, to_device, unpack
 from .strategy import Strategy
 #:: endif ::#
 

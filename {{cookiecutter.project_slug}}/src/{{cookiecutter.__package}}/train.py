@@ -66,7 +66,7 @@ class Trainer:
         self.guard = FiniteGuard(self.parallel.module, process.device, config.train.on_nonfinite, self.scaler)
 
         self.stop = StopSignal(config.distributed.agree_seconds)
-        self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree)
+        self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree, self.loader)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
         self.progress = self.saved = Progress()
         self.first_step = 0

@@ -9,7 +9,8 @@ This room knows modules, optimizers and the process group; it does not know how 
 """
 
 from .changes import saved_section
-from .checkpointer import Checkpointer, Progress
+from .checkpointer import Checkpointer
+from .content import Progress
 from .convert import convert
 from .loading import load_model, read_on_main
 from .replicas import check_replicas

@@ -12,12 +12,11 @@
 """
 
 import copy
-import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -33,31 +32,12 @@ from ..launch import check_run_directory, list_checkpoints
 from ..runtime import Process, get_rng_state, new_patient_group, on_main, remove, set_rng_state, write_atomically
 from . import sharded
 from .changes import check_changes
-from .loading import FORMAT, DamagedCheckpointError, load, read_on_main
+from .content import FORMAT, DamagedCheckpointError, Progress, is_alike
+from .loading import damage_on_any_rank, load, read_on_main
 from .state_dict import drop_missing_state, flat_state_dict, gather_full_tensors, unflatten
 
 RESERVED = {"param_groups", "built_groups", "progress", "rng", "tensors", "ranks", "config", "format"}
 RESERVED |= {"metadata", "checksums", "names", "world_size"}  # Of a sharded checkpoint, and of a header that was read.
-
-
-@dataclass
-class Progress:
-    """How far a run has come."""
-
-    step: int = 0  # Optimizer steps done.
-    epoch: int = 0  # Passes over the training set done.
-    samples: int = 0  # Samples of the current epoch consumed, over all ranks.
-    best_step: int | None = None  # Step of the best evaluation so far.
-    best_value: float | None = None  # Its value of the metric that selects the best checkpoint.
-    evaluated_step: int = 0  # Step of the last evaluation that was completed.
-
-    def is_best(self, value: float, higher_is_better: bool) -> bool:
-        """Note the evaluation of this step, by the metric that selects the best; return whether none was better."""
-        self.evaluated_step, sign = self.step, 1 if higher_is_better else -1
-        if not math.isfinite(value) or (self.best_value is not None and sign * value <= sign * self.best_value):
-            return False
-        self.best_step, self.best_value = self.step, value
-        return True
 
 
 class Checkpointer:
@@ -204,8 +184,11 @@ class Checkpointer:
                 tensors = self.state()
                 drop_missing_state(tensors, header["names"], self.module, self.optimizers)
                 load(path, header, state, tensors, self.process.device)
-                self.restore_ranks(header, state)
-                return self.restore_header(header)
+                own = self.scatter_ranks(header, state)
+                with damage_on_any_rank(path):
+                    self.restore_ranks(own)
+                    self.restore_header(header)
+                return Progress(**header["progress"])
             except DamagedCheckpointError as error:
                 if path == candidates[-1]:
                     raise
@@ -236,30 +219,39 @@ class Checkpointer:
         if saved_groups != groups:
             raise UserError(f"{path} has {saved_groups} parameter groups, and the optimizers have {groups}; {remedy}")
 
-    def restore_ranks(self, header: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Restore each rank's own state, which rank 0 has in ``state``, if there were as many ranks."""
+    def scatter_ranks(self, header: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's own state, which rank 0 has in ``state``; nothing if there was another number of ranks."""
         names = ["rng", *self.stateful["rank"]]
         if header["world_size"] != self.process.world_size:
             if self.process.is_main and len(names) > 1:
                 ranks = f"{header['world_size']} rank(s) saved it, {self.process.world_size} resume"
                 print(f"{', '.join(names[1:])} of each rank starts anew: {ranks}", file=sys.stderr)
-            return
+            return {}
         own: list[Any] = [None]
         everyone = [{name: state[name][rank] for name in names} for rank in range(self.process.world_size) if state]
         dist.scatter_object_list(own, everyone if self.process.is_main else None, src=0)
-        for name, each in self.stateful["rank"].items():
-            each.load_state_dict(own[0][name])
-        set_rng_state(own[0]["rng"], self.process.device)
+        state_of_rank: dict[str, Any] = own[0]
+        return state_of_rank
 
-    def restore_header(self, header: Mapping[str, Any]) -> Progress:
+    def restore_ranks(self, own: Mapping[str, Any]) -> None:
+        """Restore this rank's own state, if it has any."""
+        for name, state in own.items():
+            if name == "rng":
+                set_rng_state(state, self.process.device)
+            else:
+                self.stateful["rank"][name].load_state_dict(state)
+
+    def restore_header(self, header: Mapping[str, Any]) -> None:
         """Restore what all ranks have in common."""
         before = zip(header["built_groups"], header["param_groups"], strict=True)
         for group, built, (built_before, saved) in zip(self.param_groups(), self.built_groups, before, strict=True):
             # An option that is built otherwise now was changed in the settings.
-            group.update({name: saved[name] for name in saved if built.get(name) == built_before.get(name)})
+            names = [name for name in group.keys() & saved.keys() if built.get(name) == built_before.get(name)]
+            if unfit := [name for name in names if not is_alike(saved[name], group[name])]:
+                raise TypeError(f"the optimizer's {unfit[0]} is {saved[unfit[0]]}")
+            group.update({name: saved[name] for name in names})
         for name, each in self.stateful["run"].items():
             each.load_state_dict(header[name])
-        return Progress(**header["progress"])
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,46 +1,53 @@
 """Reading checkpoints of either format, without ever running code from them."""
 
-import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..runtime import on_main
+from ..config import UserError
+from ..runtime import all_gather_object, on_main
 from . import sharded
-from .sharded import DamagedCheckpointError
+from .content import DamagedCheckpointError, check_content
 from .state_dict import broadcast_full_tensors, flatten, list_parts
-
-# Written to each checkpoint; one with another format is rejected.
-FORMAT = 2
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; for a folder, read only the header.
 
     Raises:
-        DamagedCheckpointError: if it cannot be read, was cut short or altered, or has another format.
+        DamagedCheckpointError: if it cannot be read, was cut short, altered or crafted, or has another format.
     """
     is_folder = path.is_dir()
-    file = path / sharded.HEADER if is_folder else path
     try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise DamagedCheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong")
-        with torch.serialization.safe_globals(sharded.SAFE_GLOBALS if is_folder else []):
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
-        raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {reason}") from None
-    parts = {"config", "progress", "param_groups", "built_groups", "tensors", "ranks", "rng"}
-    parts |= {"metadata", "checksums"} if is_folder else {"model", "optimizer"}
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not parts <= content.keys():
-        raise DamagedCheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
-    return content
+        content = read_archive(path / sharded.HEADER if is_folder else path, sharded.SAFE_GLOBALS if is_folder else [])
+        check_content(content, is_folder)
+    except Exception as error:  # A crafted file can make its reader raise anything.
+        raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {first_line(error)}") from None
+    checked: dict[str, Any] = content
+    return checked
+
+
+def read_archive(file: Path, safe_globals: list[Any]) -> Any:
+    """Return the content of a file that ``torch.save`` wrote, if all its checksums are right; no code in it is run."""
+    if not file.is_file():  # Reading a pipe would never end.
+        raise FileNotFoundError(f"{file} is no file")
+    with zipfile.ZipFile(file) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise zipfile.BadZipFile("a part of it is compressed")
+        if (damaged := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    with torch.serialization.safe_globals(safe_globals):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def read_on_main(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -98,3 +105,17 @@ def load_model(
     if part != "model":  # For example, an average of the parameters, but not of the buffers.
         tensors = {name: tensor for name, tensor in tensors.items() if name in header["names"]}
     load(path, header, state, tensors, device)
+
+
+@contextmanager
+def damage_on_any_rank(path: Path) -> Iterator[None]:
+    """Raise DamagedCheckpointError on every rank if one cannot take its state from a checkpoint; a collective."""
+    error = None
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as reason:  # Whatever ``load_state_dict`` raises for something that it did not save.
+        error = f"{type(reason).__name__}: {first_line(reason)}"
+    if errors := [of_rank for of_rank in all_gather_object(error) if of_rank]:
+        raise DamagedCheckpointError(f"the state in {path} cannot be restored: {errors[0]}")

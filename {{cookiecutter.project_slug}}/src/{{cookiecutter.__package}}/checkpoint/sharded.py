@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from ..config import UserError
 from ..runtime import disk_errors, publish, remove, write_atomically
+from .content import DamagedCheckpointError
 
 HEADER = "header.pt"
 DCP_INDEX = _StorageInfo(".metadata", offset=0, length=-1)  # The whole file: only its checksum is verified.
@@ -42,10 +43,6 @@ SAFE_GLOBALS: list[Any] = [
 ]
 
 
-class DamagedCheckpointError(UserError):
-    """A checkpoint cannot be read; the one before it may be intact."""
-
-
 class Writer(FileSystemWriter):
     """Writes the folder ``path`` under a temporary name, and renames it when all ranks are done: complete or absent.
 
@@ -59,8 +56,7 @@ class Writer(FileSystemWriter):
 
     def make_folder(self) -> None:
         """Create the folder, discarding what a killed save left; call it on one rank, before the others write."""
-        if self.temporary.exists():
-            remove(self.temporary)
+        remove(self.temporary)
         self.temporary.mkdir(parents=True)
 
     def storage_meta(self) -> metadata.StorageMeta | None:
@@ -83,8 +79,7 @@ class Writer(FileSystemWriter):
             checksums |= of_rank
         content = {**self.header, "metadata": metadata, "checksums": checksums}
         write_atomically(self.temporary / HEADER, lambda file: torch.save(content, file))
-        if self.target.exists():  # It was damaged, or the run would have resumed from it.
-            remove(self.target)
+        remove(self.target)  # It was damaged, or the run would have resumed from it.
         publish(self.temporary, self.target)
         self.on_finish()
 

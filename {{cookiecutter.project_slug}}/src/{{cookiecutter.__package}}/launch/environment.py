@@ -13,6 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -48,12 +49,32 @@ def find_process_info(env: Env = os.environ) -> ProcessInfo:
                 message = f"{variable} is set, but the launcher's other variables do not match it: {error}"
                 raise UserError(message) from None
             local_rank, local_world_size = info.local_rank, info.local_world_size
-            if not (0 <= info.rank < info.world_size and 0 <= local_rank < local_world_size <= info.world_size):
+            is_possible = 0 <= local_rank <= info.rank < info.world_size and local_rank < local_world_size
+            others = info.world_size - local_world_size  # Processes on other machines.
+            if not is_possible or others < 0 or (others == 0 and local_rank != info.rank):
                 raise UserError(f"{variable} is set, but the launcher's variables contradict each other: {info}")
+            if variable == "RANK":
+                check_others(info, env)
             return info
     if (env.get("WORLD_SIZE") or "1") != "1":
         raise UserError(f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set; set both, or neither for one process")
     return ProcessInfo()
+
+
+def check_others(info: ProcessInfo, env: Env) -> None:
+    """Reject a RANK that was set by hand if another launcher started several processes: all of them would be that one.
+
+    A launcher inside another sets LOCAL_WORLD_SIZE as well.
+    """
+    for variable, read in LAUNCHERS.items():
+        other = info
+        with suppress(LookupError, ValueError, UserError):
+            other = read(env) if variable in env and "LOCAL_WORLD_SIZE" not in env else info
+        if other.world_size > 1 and (other.rank, other.world_size) != (info.rank, info.world_size):
+            raise UserError(
+                f"RANK and WORLD_SIZE say rank {info.rank} of {info.world_size}, and {variable} and the variables with "
+                f"it say rank {other.rank} of {other.world_size}; unset those that do not count"
+            )
 
 
 def read_torchrun(env: Env) -> ProcessInfo:
@@ -66,7 +87,7 @@ def read_torchrun(env: Env) -> ProcessInfo:
 def read_srun(env: Env) -> ProcessInfo:
     """Read ``srun``'s variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES."""
     world_size = int(env["SLURM_STEP_NUM_TASKS"])
-    local_world_size = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[int(env["SLURM_NODEID"])]
+    local_world_size = tasks_on_node(env["SLURM_STEP_TASKS_PER_NODE"], int(env["SLURM_NODEID"]), world_size)
     host = "127.0.0.1" if local_world_size == world_size else first_host(env["SLURM_STEP_NODELIST"])
     # Each step of each job gets a port of its own.
     rendezvous = build_rendezvous(env, host, port_for(f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"))
@@ -118,10 +139,16 @@ def port_for(job: str) -> int:
     return 20000 + zlib.crc32(job.encode()) % 12000
 
 
-def tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's counts into one number per node: ``2(x3),1`` becomes ``[2, 2, 2, 1]``."""
-    counts = (re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(","))
-    return [int(count[1]) for count in counts if count for _ in range(int(count[2] or 1))]
+def tasks_on_node(text: str, node: int, world_size: int) -> int:
+    """Return the number of tasks on a node from Slurm's counts: ``2(x3),1`` stands for 2, 2, 2 and 1."""
+    counts = [(int(tasks), int(times or 1)) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text)]
+    if node < 0 or sum(tasks * times for tasks, times in counts) != world_size:
+        raise ValueError(f"node {node} of {text} tasks, {world_size} in all")
+    for tasks, times in counts:
+        if node < times:
+            return tasks
+        node -= times
+    raise ValueError(f"no node {node} in {text}")
 
 
 def first_host(nodes: str) -> str:

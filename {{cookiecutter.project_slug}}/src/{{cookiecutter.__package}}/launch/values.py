@@ -1,6 +1,5 @@
 """What is checked of any setting and of the launcher's variables, whatever they mean, before one of them is used."""
 
-import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -13,6 +12,8 @@ from ..config import DistributedConfig, UserError
 
 LARGEST = 1e12  # Of fractions: in seconds or MiB, what PyTorch can hold.
 LARGEST_INT = 2**53
+# Of what is built or started so many times, a mistake would fill the memory before anything could fail.
+LARGEST_OF = {"model": 2**16, "data.num_workers": 2**10}
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # Of files, in bytes, on Linux.
 
 
@@ -41,11 +42,11 @@ def check_values(settings: Mapping[str, Any], may_be_empty: Collection[str] = ()
 
 def check_number(name: str, value: float) -> None:
     """Reject a number that is not finite, or too large for what counts it."""
-    if not math.isfinite(value):
-        raise UserError(f"{name} is {value}; give a finite number")
     limit = LARGEST if isinstance(value, float) else LARGEST_INT
-    if abs(value) > limit:
-        raise UserError(f"{name} is {value:g}; give at most {limit:g}")
+    limit = min(LARGEST_OF.get(name, limit), LARGEST_OF.get(name.partition(".")[0], limit))
+    if not abs(value) <= limit:  # Or it is not a number.
+        shown = f"{value:g}" if abs(value) < 1e300 or isinstance(value, float) else "too large"
+        raise UserError(f"{name} is {shown}; give at most {limit:g}")
 
 
 def check_path(name: str, value: str) -> None:

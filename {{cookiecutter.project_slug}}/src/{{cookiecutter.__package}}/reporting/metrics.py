@@ -24,7 +24,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
     """Return the record of one line, or None if it is something else."""
     try:
         record = json.loads(line)
-    except ValueError:  # It is no JSON, or no text.
+    except (ValueError, RecursionError):  # It is no JSON, or no text.
         return None
     is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "event" in record
     return record if is_record else None
@@ -72,8 +72,7 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
         (left, "train", "step", "loss"),
         *((right, "eval", "environment_steps", key) for key in ("max_return", best_metric, "min_return")),
     ):
-        chosen = [record for record in records if record["event"] == event and record.get(key) is not None]
-        points = [(record[unit], record[key]) for record in chosen]
+        points = read_points(records, event, unit, key)
         if points:
             axes.plot(*zip(*points, strict=True), label=key.replace("_", " "))
             axes.legend()
@@ -84,14 +83,23 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
         (left, "eval", "loss", "test loss"),
         (right, "eval", best_metric, f"test {best_metric}"),
     ):
-        chosen = [record for record in records if record["event"] == event and record.get(key) is not None]
-        points = [(record["step"], record[key]) for record in chosen]
+        points = read_points(records, event, "step", key)
         if points:
             axes.plot(*zip(*points, strict=True), label=label)
             axes.legend()
         axes.set_xlabel("step")
     #:: endif ::#
     figure.savefig(image, dpi=150)
+
+
+def read_points(records: list[dict[str, Any]], event: str, *keys: str) -> list[list[Any]]:
+    """Return the values under ``keys`` in the records of an event, where all of them are numbers that can be drawn."""
+
+    def is_drawable(value: Any) -> bool:
+        return isinstance(value, int | float) and not abs(value) > 1e300
+
+    found = [[record.get(key) for key in keys] for record in records if record["event"] == event]
+    return [point for point in found if all(map(is_drawable, point))]
 
 
 def append_record(record: dict[str, Any], run_dir: str) -> None:

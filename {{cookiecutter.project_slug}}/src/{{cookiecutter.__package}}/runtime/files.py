@@ -15,8 +15,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    for folder in filter(Path.is_dir, (temporary, path)):  # Of a sharded checkpoint: a killed save, or a damaged one.
-        remove(folder)
+    remove(temporary)  # A killed save left it.
+    if path.is_dir():  # A damaged sharded checkpoint.
+        remove(path)
     try:
         with disk_errors(temporary), open(temporary, "wb") as file:
             write(file)
@@ -46,13 +47,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder; a folder is first renamed, so that a part of it is never taken for the whole."""
-    if path.is_dir():
-        nameless = path.with_suffix(".old.tmp")
-        shutil.rmtree(nameless, ignore_errors=True)
-        shutil.rmtree(path.rename(nameless))
+    """Remove what is at ``path``, if anything; a folder is renamed before, so that no part is taken for the whole."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
     else:
-        path.unlink()
+        nameless = path.with_suffix(".old.tmp")
+        remove(nameless)
+        shutil.rmtree(path.rename(nameless))
 
 
 @contextmanager

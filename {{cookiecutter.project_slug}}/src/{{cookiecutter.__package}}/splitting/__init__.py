@@ -13,8 +13,9 @@ from .environments import derive_seed, to_tensor, to_valid
 from .experience import Experience
 #:: endif ::#
 from .gather import Shares, gather_global_batch, set_shares
+from .loaders import Batches
 from .losses import GlobalMean, Loss, Weight, read_loss
-from .merge import Metrics, merge
+from .metrics import Metrics, concatenate, merge
 from .nested import split_batch, to_device, unpack
 from .order import permuted
 #:: if cookiecutter.__plays ::#

@@ -1,8 +1,19 @@
-"""What the ranks computed for their samples, put together so that it does not show how they were split."""
+"""Metrics of samples, which the ranks computed: merged in the order of the dataset, each sample once."""
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import UserError
 
 Metrics = dict[str, np.ndarray]  # Per sample: arrays by name, whose first dimension is the samples.
+
+
+def concatenate(name: str, values: list[Tensor], length: int) -> np.ndarray:
+    """Return the values of one metric as one array; reject another ``length``, and rows whose shapes differ."""
+    if len({value.shape[1:] for value in values}) > 1 or sum(map(len, values)) != length:
+        raise UserError(f"per_sample_metrics returned a {name} that is not one number, or row of a shape, per sample")
+    return torch.cat(values).cpu().numpy()
 
 
 def merge(shares: list[Metrics], length: int) -> Metrics:

@@ -1,0 +1,93 @@
+"""Loaders that share one set of loader processes, which read for one of them at a time.
+
+    training      batch 0, batch 1, ... ──┐                          ┌── batch 7, batch 8, ...
+    evaluation                            └── batch 0, ..., batch 3 ─┘      the same processes
+
+A second set would take as much memory again, some 200 MiB per process, or seconds to start for each evaluation.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+
+from .seeding import Key, SeededDataset
+
+Request = tuple[int, list[Key]]  # The number of a dataset, and the keys of a batch of it.
+
+
+class Turns(Dataset[Any]):
+    """All datasets that the processes read; each process has a copy."""
+
+    def __init__(self) -> None:
+        self.datasets: list[SeededDataset] = []
+
+    def __getitem__(self, request: Request) -> Any:
+        number, keys = request
+        return self.datasets[number].__getitems__(keys)
+
+
+class Processes:
+    """A ``DataLoader`` that loads what is requested of it; its processes start with the first request, and stay."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.turns = Turns()
+        self.requests: Iterator[Request] = iter(())
+        self.loader: DataLoader[Any] = DataLoader(self.turns, batch_size=None, sampler=self, **options)
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+    def load(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """Yield what is requested, until the end or until something else is loaded; what is under way is dropped then.
+
+        Loading something else resets the processes, as a new iterator of any ``DataLoader`` does.
+        """
+        self.requests = requests
+        for batch in self.loader:
+            yield batch
+            if self.requests is not requests:
+                return
+
+
+class Batches:
+    """A loader of the batches of one dataset, collated.
+
+    Args:
+        dataset: Its samples.
+        sampler: Their keys, in order.
+        batch_size: Samples per batch.
+        options: Those of a ``DataLoader``.
+        beside: A loader to share the processes with, before either is read. One that is interrupted goes on where it
+            was, and loads again what was under way.
+    """
+
+    def __init__(
+        self, dataset: SeededDataset, sampler: Sampler[Key], batch_size: int, options: dict[str, Any], beside: Any
+    ) -> None:
+        self.dataset = dataset
+        self.batches: Any = BatchSampler(sampler, batch_size, drop_last=False)  # type: ignore[arg-type]
+        self.processes: Processes = beside.processes if isinstance(beside, Batches) else Processes(options)
+        self.number = len(self.processes.turns.datasets)
+        self.processes.turns.datasets.append(dataset)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        upcoming, under_way = iter(self.batches), deque[list[Key]]()
+
+        def request(keys: list[Key]) -> Request:
+            under_way.append(keys)
+            return self.number, keys
+
+        while True:
+            again = [under_way.popleft() for _ in range(len(under_way))]
+            requests = map(request, itertools.chain(again, upcoming))
+            for batch in self.processes.load(requests):
+                under_way.popleft()
+                yield batch
+            if self.processes.requests is requests:
+                return
