@@ -47,11 +47,11 @@ def train(config: Any, steps: int) -> Plain:
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     planned = plan_steps(train_set, config)
     #:: if cookiecutter.__plays ::#
-    # The model changes while it plays.
-    for step, (inputs, targets) in enumerate(islice(batches(model, config), steps)):
+    endless = batches(model, config)  # It plays with the model as it is at that moment.
     #:: else ::#
-    for step, (inputs, targets) in enumerate(islice(batches(train_set, config), steps)):
+    endless = batches(train_set, config)
     #:: endif ::#
+    for step, (inputs, targets) in enumerate(islice(endless, steps)):
         losses, weight = dataset.loss_fn(model(inputs), targets)
         loss = (losses["loss"] if isinstance(losses, dict) else losses) / weight
         gradients = torch.autograd.grad(loss, parameters)
