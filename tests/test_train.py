@@ -258,8 +258,8 @@ def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
     fault = "if self.process.rank == 1 and self.progress.step == 2:\n    time.sleep(100_000)"
     plant(broken, "train.py", "        device, clip = ", fault)
     command = ["train", *SHORT, "--parallel.replicas", "2", "--distributed.timeout_seconds", "5", "--run.dir", tmp_path]
-    failed = launch(broken, *command, nproc=4, expect=1, STOP_SECONDS="1")
-    assert "timed out" in failed.stderr.lower()
+    failed = launch(broken, *command, nproc=4, expect=1, STOP_SECONDS="10")
+    assert "timed out" in failed.stderr.lower() and "after step 2, no report from rank 1: " in failed.stderr
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2]
 
 
