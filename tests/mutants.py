@@ -335,7 +335,10 @@ PROJECT = {
         "configs/default.yaml", "max_shift: 1", "max_shift: 2", "test_settings.py::shipped_file"
     ),
     "the launcher hides a failure": Mutant(
-        "scripts/launch.sh", 'exec "$PYTHON" -m torch', '! "$PYTHON" -m torch', "test_exit.py::killed_rank_ends"
+        "scripts/launch.sh",
+        'exec "$PYTHON" -m "$package.launch',
+        '! "$PYTHON" -m "$package.launch',
+        "test_exit.py::killed_rank_ends",
     ),
 }
 
@@ -427,6 +430,34 @@ TEMPLATE = {
     ),
     "any number of loader processes is started": Mutant(
         PACKAGE + "launch/values.py", ', "data.num_workers": 2**10', "", "test_hostile.py::nonsense_is_refused and ddp"
+    ),
+    # The end of a run
+    "torchrun reports what its ranks have reported": Mutant(
+        "templates/launcher/torchrun/agent.py",
+        "except (ChildFailedError, SignalException):",
+        "except SignalException:",
+        "test_stop.py::that_ranks_find and torchrun",
+    ),
+    "a loader process ends for anyone": Mutant(
+        PACKAGE + "launch/loader.py", ".si_pid != rank:", ".si_pid == 0:", "test_stop.py::ends_only_for_its_rank"
+    ),
+    "a rank that waited prints its traceback last": Mutant(
+        PACKAGE + "runtime/failures.py",
+        "        forget_traceback()  # One",
+        "        pass  # One",
+        "test_stop.py::last_line_names and spawn",
+    ),
+    "a rank that hangs is waited for": Mutant(
+        PACKAGE + "launch/ranks.py",
+        "self.wait(deadline - time.monotonic())",
+        "self.wait(60)",
+        "test_stop.py::stop_seconds_bounds and spawn",
+    ),
+    "a repeated signal interrupts the wait for ranks": Mutant(
+        "templates/launcher/torchrun/agent.py",
+        "    if is_first:",
+        "    if True:",
+        "test_stop.py::stop_signal_is and torchrun",
     ),
     # Devices
     "every rank computes on the first device": Mutant(

@@ -43,7 +43,6 @@ ELSEWHERE = {
     "--selector jobset.sigs.k8s.io/jobset-name=my-experiment": "an option of kubectl logs",
     "restricted": "a policy of Kubernetes",
     "KillWait": "a setting of Slurm",
-    "SignalException": "an error of torchrun",
     "MALLOC_MMAP_THRESHOLD_=65536": "a variable of the C library",
     "dmesg": "a program of the system",
     "datasets": "a package of Hugging Face",

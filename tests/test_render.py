@@ -224,6 +224,7 @@ CHANGED = {
     "launcher": {
         *("README.md", "scripts/launch.sh", ".vscode/launch.json", ".run/train_on_two_ranks.run.xml"),
         *("scripts/job.yaml", "scripts/trainjob.yaml", *package("launch/spawn.py", "launch/values.py")),
+        *package("launch/torchrun.py", "launch/agent.py"),
     },
     "cluster": {
         *("README.md", ".gitignore", "scripts/train.sbatch"),

@@ -1,15 +1,188 @@
-"""Repeated stop signals: Slurm may signal all processes of a job, and launchers forward the signal as well."""
+"""How a run ends after a stop signal, an error or a failure: the last line, the exit code, and what is left."""
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conftest import run
+from conftest import CHOICES, Bake, run
+from runs import (
+    ENDLESS,
+    SHORT,
+    checkpoints,
+    find_marked_processes,
+    find_ranks,
+    plant,
+    started,
+    wait_for_step,
+    wait_until,
+)
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc"),
+]
+
+every_launcher = pytest.mark.parametrize("launcher", CHOICES["launcher"])
+# What launchers and Python's multiprocessing leave in the temporary directory; PyTorch's compiler keeps a cache there.
+TEMPORARY = ("torchelastic_*", "pytorch-errorfile-*", "pymp-*")
+TRAIN = ["train", *SHORT, *ENDLESS, "--train.eval_every", "null"]
+WORKERS = ["--data.num_workers", "2"]
+
+
+class Run:
+    """A run that a launcher has started in a session of its own, with its files in ``folder``."""
+
+    def __init__(self, launcher: subprocess.Popen[str], folder: Path) -> None:
+        self.launcher, self.folder = launcher, folder
+        self.log = folder / "log"
+
+    def signal_all(self, number: int) -> None:
+        """Signal all processes, as Slurm may do for a job."""
+        for pid in find_marked_processes(str(self.folder)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Signal the launcher's process group, as a terminal does for Ctrl-C; ranks of torchrun are not part of it."""
+        os.killpg(self.launcher.pid, number)
+
+    def wait(self) -> list[str]:
+        """Wait until it has ended, and check that it leaves nothing; return the lines that are not of single steps."""
+        self.launcher.wait(240)
+        # Python's resource tracker needs a moment to end.
+        wait_until(lambda: not find_marked_processes(str(self.folder)), f"all ends\n{self.log.read_text()}", 10)
+        lines = self.log.read_text().splitlines()
+        return [line for line in lines if not line.startswith("train step ")]
+
+    def temporary(self) -> list[str]:
+        """Return what is left in the temporary directory."""
+        return [path.name for pattern in TEMPORARY for path in (self.folder / "tmp").glob(pattern)]
+
+
+@contextmanager
+def running(project: Path, folder: Path, *arguments: str, step: int = 3, **environment: str) -> Iterator[Run]:
+    """Start a run on two ranks, and yield it after a step; at the end, kill what is left of it."""
+    (folder / "tmp").mkdir()
+    environment = {"NPROC": "2", "MARK": str(folder), "TMPDIR": str(folder / "tmp")} | environment
+    command = (project / "scripts/launch.sh", *TRAIN, *arguments, "--run.dir", folder / "run")
+    with started(*command, cwd=project, log=folder / "log", **environment) as launcher:
+        if step:
+            wait_for_step(step, folder / "run", launcher, folder / "log")
+        yield Run(launcher, folder)
+
+
+SEND: dict[str, Callable[[Run, int], None]] = {"all": Run.signal_all, "group": Run.signal_group}
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [("SIGTERM", "all"), ("SIGTERM", "group"), ("SIGUSR1", "all"), ("SIGINT", "group")]
+)
+@every_launcher
+def test_a_stop_signal_is_one_line(baked: Bake, tmp_path: Path, launcher: str, name: str, to: str) -> None:
+    """A run with loader processes saves, whoever of its processes gets the signal, and however often."""
+    number = signal.Signals[name]
+    with running(baked(launcher=launcher), tmp_path, *WORKERS) as stopped:
+        SEND[to](stopped, number)
+        time.sleep(0.3)
+        stopped.launcher.send_signal(number)
+        _, _, *rest = stopped.wait()  # The first two lines are those of its start.
+        assert stopped.launcher.returncode == 128 + number
+    (line,) = rest
+    saved = re.fullmatch(rf"stopped by {name} after step (\d+); the same command resumes from there", line)
+    assert saved is not None and int(saved[1]) >= 3, line
+    assert checkpoints(tmp_path / "run") == [f"step-{int(saved[1]):08d}.pt"]
+    assert stopped.temporary() == []
+
+
+@every_launcher
+def test_a_stop_code_takes_the_place_of_the_signal(baked: Bake, tmp_path: Path, launcher: str) -> None:
+    with running(baked(launcher=launcher), tmp_path, STOP_CODE="75") as stopped:
+        stopped.signal_group(signal.SIGTERM)
+        assert stopped.wait()[2:] and stopped.launcher.returncode == 75
+
+
+@pytest.mark.parametrize("moment", ["check", "launcher", "ranks"])
+@every_launcher
+def test_ctrl_c_during_the_start_prints_no_traceback(baked: Bake, tmp_path: Path, launcher: str, moment: str) -> None:
+    def has_begun() -> bool:
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in find_marked_processes(str(tmp_path))]
+        words = {"check": b"--preflight", "launcher": b".launch."}
+        if moment == "ranks":
+            return len(find_ranks(interrupted.launcher)) == 2
+        return any(words[moment] in command for command in commands)
+
+    with running(baked(launcher=launcher), tmp_path, step=0) as interrupted:
+        wait_until(has_begun, "the moment has come", 60)
+        time.sleep(0.6 if moment == "launcher" else 0.05)  # It does not listen while Python starts.
+        interrupted.signal_group(signal.SIGINT)
+        lines = interrupted.wait()
+        assert interrupted.launcher.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert lines == (["ended by SIGINT, without saving"] if moment == "ranks" else [])
+    assert interrupted.temporary() == []
+
+
+@every_launcher
+def test_an_error_that_ranks_find_is_one_line(baked: Bake, tmp_path: Path, launcher: str) -> None:
+    """It is not repeated by a restart either."""
+    wrong = ["--data.global_batch_size", "4000"]
+    with running(baked(launcher=launcher), tmp_path, *wrong, step=0, MAX_RESTARTS="2") as rejected:
+        (line,) = rejected.wait()
+        assert rejected.launcher.returncode == 2
+    assert line.startswith("error: data.global_batch_size is 4000, but the training set has 1437 samples")
+    assert rejected.temporary() == []
+
+
+@every_launcher
+def test_the_last_line_names_the_failed_rank(bake: Bake, tmp_path: Path, launcher: str) -> None:
+    """The only traceback is that of the failed rank, and is printed before; the two others were waiting."""
+    project = bake(launcher=launcher)
+    fault = "if progress.step == 3 and self.process.rank == 1:\n    raise ZeroDivisionError('planted')"
+    plant(project, "train.py", "        losses, norm = self.step(inputs, targets)\n", fault)
+    batch = ["--data.global_batch_size", "48"]
+    with running(project, tmp_path, *batch, step=0, NPROC="3") as failed:
+        *lines, last = failed.wait()
+        assert failed.launcher.returncode == 1
+    assert re.match(r"error: after step 3, rank 1 failed at train\.py:\d+, run_step: ZeroDivisionError: planted", last)
+    assert sum(line.endswith("Traceback (most recent call last):") for line in lines) == 1
+    assert sum("[rank1]: ZeroDivisionError: planted" in line for line in lines) == 1
+    assert failed.temporary() == []
+
+
+@every_launcher
+def test_a_killed_rank_is_named_before_the_last_line(baked: Bake, tmp_path: Path, launcher: str) -> None:
+    with running(baked(launcher=launcher), tmp_path, *WORKERS) as failed:
+        killed = find_ranks(failed.launcher)[1]
+        os.kill(killed, signal.SIGKILL)
+        *lines, last = failed.wait()
+        assert failed.launcher.returncode == 128 + signal.SIGKILL
+    assert re.match(r"error: after step \d+, no report from rank 1: ", last)
+    assert lines.count(f"rank 1 (process {killed}) was ended by SIGKILL") == 1
+
+
+@every_launcher
+def test_stop_seconds_bounds_the_wait_for_a_rank_that_hangs(baked: Bake, tmp_path: Path, launcher: str) -> None:
+    """Before that, the other rank waits for the timeout of collectives, and for a report: 1 + 5 seconds."""
+    timeout = ["--distributed.timeout_seconds", "1"]
+    with running(baked(launcher=launcher), tmp_path, *timeout, STOP_SECONDS="4") as failed:
+        os.kill(find_ranks(failed.launcher)[1], signal.SIGSTOP)
+        begun = time.monotonic()
+        lines = failed.wait()
+        seconds = time.monotonic() - begun
+        assert failed.launcher.returncode == 1
+    assert seconds < 25, f"{seconds} s\n{lines}"
+    assert re.fullmatch(r"rank 1 \(process \d+\) still ran after 4 s: SIGKILL", lines[-1])
+    assert re.match(r"error: after step \d+, no report from rank 1: ", lines[-2])
+    assert failed.temporary() == []
+
 
 STOP = """
 import os, signal
@@ -41,11 +214,16 @@ dataset = seed_dataset(build_datasets(config)[1], seed=0)
 loader = build_loader(dataset, EvalSampler(len(dataset), 0, 1, 10), 10, config.data, torch.device("cpu"))
 batches = iter(loader)
 next(batches)
-for worker in loader.processes.loader._iterator._workers:
-    os.kill(worker.pid, signal.SIGUSR1)
+(worker,) = loader.processes.loader._iterator._workers
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    os.system(f"kill -{number.value} {worker.pid}")
 print(1 + len(list(batches)))
+worker.terminate()
+worker.join(20)
+print(worker.exitcode)
 """
 
 
-def test_a_loader_process_ignores_stop_signals(plain: Path) -> None:
-    assert run(sys.executable, "-c", LOAD, cwd=plain, PYTHONPATH="src").stdout == "36\n"
+def test_a_loader_process_ends_only_for_its_rank(plain: Path) -> None:
+    done = run(sys.executable, "-c", LOAD, cwd=plain, PYTHONPATH="src")
+    assert done.stdout == "36\n0\n" and done.stderr == ""

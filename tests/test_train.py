@@ -280,8 +280,8 @@ def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
     fault = "if self.process.rank == 1 and self.progress.step == 2:\n    time.sleep(100_000)"
     plant(broken, "train.py", "        device, clip = ", fault)
     command = ["train", *SHORT, "--parallel.replicas", "2", "--distributed.timeout_seconds", "5", "--run.dir", tmp_path]
-    failed = launch(broken, *command, nproc=4, expect=1, STOP_SECONDS="1")
-    assert "timed out" in failed.stderr.lower()
+    failed = launch(broken, *command, nproc=4, expect=1, STOP_SECONDS="10")
+    assert "timed out" in failed.stderr.lower() and "after step 2, no report from rank 1: " in failed.stderr
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2]
 
 
@@ -316,7 +316,7 @@ def test_a_failed_rank_under_spawn_reports_its_exception(bake: Bake, tmp_path: P
     fault = "if self.process.rank == 1:\n    raise ZeroDivisionError('planted')"
     plant(broken, "train.py", "        device, clip = ", fault)
     failed = launch(broken, "train", *SHORT, "--run.dir", tmp_path, expect=1)
-    assert "ZeroDivisionError: planted" in failed.stderr and "Process 1 terminated" in failed.stderr
+    assert failed.stderr.count("[rank1]: ZeroDivisionError: planted\n") == 1
 
 
 def test_a_terminal_shows_a_progress_bar(plain: Path, tmp_path: Path) -> None:

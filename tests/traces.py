@@ -24,7 +24,7 @@ EVERYWHERE: Table = {
     ("tracker", "tensorboard"): r"tensorboard|SummaryWriter|event file",
     # "spawn" is also the start method of loader processes, with a SpawnContext and a SpawnProcess.
     ("launcher", "spawn"): r"\bspawn(?![\"CP])",
-    ("launcher", "torchrun"): r"torchrun|torch\.distributed\.run|standalone|MAX_RESTARTS",
+    ("launcher", "torchrun"): r"torchrun|torch\.distributed\.elastic|standalone|MAX_RESTARTS",
     ("cluster", "slurm"): r"sbatch|scancel|scontrol",
     ("cluster", "kubernetes"): r"kubernetes|kubectl|kubeflow|\bpods?\b",
     ("docker", True): r"docker|in a container|development container",

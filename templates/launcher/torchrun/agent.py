@@ -77,7 +77,7 @@ def run_torchrun(argv: Sequence[str]) -> int:
     except (ChildFailedError, SignalException):
         return Agent.ranks.exit_code()
     except (DistError, RendezvousError) as error:
-        reason = str(error).splitlines()[0]
-        print(f"error: the machines did not all arrive at the rendezvous: {reason}", file=sys.stderr)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        print(f"error: the rendezvous with the other machines failed: {reason}", file=sys.stderr)
         return 1  # A later attempt may succeed.
     return 0

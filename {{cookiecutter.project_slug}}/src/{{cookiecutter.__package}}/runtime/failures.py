@@ -88,7 +88,7 @@ def forget_traceback() -> None:
 
 def is_collective_error(error: Exception) -> bool:
     """Return whether this is the error of a rank that waited for others; gloo's errors have no type of their own."""
-    is_gloo = isinstance(error, RuntimeError) and re.search("gloo|collective|monitoredBarrier", str(error))
+    is_gloo = isinstance(error, RuntimeError) and re.search("gloo|collective|monitoredBarrier|pair closure", str(error))
     return bool(is_gloo) or isinstance(error, dist.DistError)
 
 
