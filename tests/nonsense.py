@@ -64,7 +64,10 @@ def judge_settings(lab: Lab, wrong: list[str]) -> list[tuple[str, str]]:
             line = refusal(lab, f"--{name}={value}")
             if line is None:
                 accepted.append((name, value))
-            elif "\n" in line or not any(word in line for word in (field.name, f" of {section}", "micro-batch")):
+            # It names the setting, or says in other words what it is.
+            elif "\n" in line or not any(
+                word[:5] in line.replace("-", "") for word in [section, *field.name.split("_")]
+            ):
                 wrong.append(f"{name} = {value[:20]}: {line[:300]}")
     return accepted
 

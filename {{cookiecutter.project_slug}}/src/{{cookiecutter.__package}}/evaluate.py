@@ -12,7 +12,7 @@ from gymnasium.vector import SyncVectorEnv
 from PIL import Image
 
 from . import dataset
-from .checkpoint import load_model, read_on_main, saved_section
+from .checkpoint import damage_on_any_rank, load_model, read_on_main, saved_section
 from .config import Config, DataConfig
 from .launch import check_layout, make_environment
 from .model import build_model
@@ -56,7 +56,8 @@ def evaluate(path: str, config: Config, process: Process) -> None:
     header, parallel = load_strategy(path, config, process)
     _, test_set = dataset.build_datasets(config)
     #:: if cookiecutter.__plays ::#
-    test_set.experience.environment_steps = header["experience"]["environment_steps"]
+    with damage_on_any_rank(Path(path)):
+        test_set.experience.environment_steps = header["experience"]["environment_steps"]
     #:: endif ::#
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
     record |= Evaluator(test_set, parallel, config.data, config.run.seed)()

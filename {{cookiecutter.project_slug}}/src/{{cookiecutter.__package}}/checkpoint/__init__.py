@@ -12,6 +12,6 @@ from .changes import saved_section
 from .checkpointer import Checkpointer
 from .content import Progress
 from .convert import convert
-from .loading import load_model, read_on_main
+from .loading import damage_on_any_rank, load_model, read_on_main
 from .replicas import check_replicas
 from .weights import load_weights

@@ -199,7 +199,7 @@ class Checkpointer:
     def check_settings(self, header: Mapping[str, Any]) -> None:
         """Print the settings that changed; reject changes that cannot take effect, or a run that started elsewhere."""
         saved, wanted = header["config"], self.settings["model"]["weights"]
-        if wanted is not None and saved["model"].get("weights") != wanted:
+        if wanted is not None and saved.get("model", {}).get("weights") != wanted:
             raise UserError(
                 f"run.dir is {self.run_dir}, with a run that did not start from model.weights {wanted}; leave the "
                 "setting out to resume that run, or give another run.dir to start a new one"

@@ -70,7 +70,7 @@ def check_content(content: Any, is_folder: bool) -> None:
     check_types(content, PARTS | (SHARDED_PARTS if is_folder else FULL_PARTS))
     check_types(content, dict.fromkeys(content["ranks"], list))
     if is_folder:
-        check_locations(content["metadata"])
+        check_index(content["metadata"], {"model", "optimizer", *content["tensors"]})
     else:
         check_types(content, dict.fromkeys(content["tensors"], Tensors))
     check_known(content["progress"], Progress)
@@ -98,11 +98,15 @@ def check_known(values: Mapping[str, Any], kind: type) -> None:
     check_types(values, {name: hint for name, hint in get_type_hints(kind).items() if name in values})
 
 
-def check_locations(metadata: Metadata) -> None:
-    """Reject an index of tensors that leads out of the checkpoint's own folder, or to nothing."""
+def check_index(metadata: Metadata, parts: set[str]) -> None:
+    """Reject an index with tensors of no part, or that leads out of the checkpoint's own folder, or to nothing."""
     check_types(vars(metadata), {"storage_data": dict[MetadataIndex, _StorageInfo], "planner_data": dict[str, Any]})
     if metadata.planner_data.keys() != metadata.state_dict_metadata.keys():
         raise DamagedCheckpointError("its tensors have two lists of names")
+    for name in metadata.planner_data:
+        part, *rest = name.split(".")
+        if part not in parts or len(rest) < 1 + (part == "optimizer"):
+            raise DamagedCheckpointError(f"its tensor {name} is of no part")
     for info in metadata.storage_data.values():
         if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
             raise DamagedCheckpointError(f"a tensor of it is said to be at {info}")

@@ -56,7 +56,7 @@ def read_resume(run_dir: Path) -> str | None:
         settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         resume: str = settings["checkpoint"]["resume"]
         return resume
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -37,7 +37,7 @@ def read_earlier(path: Path) -> list[dict[str, Any]]:
     try:
         previous = json.loads(path.read_bytes())
         return [previous, *previous.pop("earlier", [])]
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         set_aside(path)
         return []
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +26,8 @@ def check_same_dataset(name: str, length: int, load: Callable[[int], Any]) -> No
         length: Number of samples on this rank.
         load: Returns a sample, given its index.
     """
+    if not dist.is_initialized():  # A dataset that is only looked at.
+        return
     indices = sorted({0, length // 2, length - 1}) if length else []
     with restored_generators():
         hashes = {index: fingerprint(load(index)) for index in indices}
