@@ -13,7 +13,7 @@ help:
 	@echo "make demo          render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test          check every rendered file; train every strategy, task and launcher: at most ten minutes"
 	@echo "make test-long     the other tests: failures, clusters, debuggers, the rendered projects' own tests"
-	@echo "make test-mutants  plant faults one at a time, and see that a test catches each: about half an hour"
+	@echo "make test-mutants  plant faults one at a time, and see that a test catches each: less than an hour"
 	@echo "make test-fast     lint, and run the tests that train nothing"
 	@echo "make lint          run the pre-commit checks"
 
