@@ -398,7 +398,7 @@ TEMPLATE = {
         PACKAGE + "config.py",
         "    seed: NonNegativeInt = 0\n",
         "    new: int = 0\n    seed: NonNegativeInt = 0\n",
-        EFFECTS + "ddp",
+        "test_effects.py::effect_to_show",
     ),
     "a room imports upwards": Mutant(
         PACKAGE + "runtime/files.py",
