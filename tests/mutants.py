@@ -443,8 +443,8 @@ TEMPLATE = {
     ),
     "a rank that waited prints its traceback last": Mutant(
         PACKAGE + "runtime/failures.py",
-        "        forget_traceback()  # One",
-        "        pass  # One",
+        "    if is_first or not is_first_on_machine():",
+        "    if False:",
         "test_stop.py::last_line_names and spawn",
     ),
     "a rank that hangs is waited for": Mutant(
