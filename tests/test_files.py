@@ -92,7 +92,7 @@ def test_a_run_whose_directory_is_deleted_ends_with_an_error(bake: Bake, tmp_pat
 def test_checkpoints_that_cannot_be_removed_only_cost_space(bake: Bake, tmp_path: Path) -> None:
     project = bake()
     fault = 'if path.name == "step-00000002.pt":\n    raise OSError(1, "Operation not permitted")'
-    plant(project, "runtime/files.py", "    if path.is_dir():\n        nameless", fault)
+    plant(project, "runtime/files.py", "    if path.is_symlink() or not path.is_dir():\n", fault)
     words = [*SHORT, "--checkpoint.every_steps", "1", "--checkpoint.keep", "1", "--train.eval_every", "null"]
     done = alone(project, "train", *words, "--run.dir", tmp_path)
     assert "step-00000002.pt could not be removed: Operation not permitted" in done.stderr

@@ -122,7 +122,7 @@ def test_training_and_evaluation_are_loaded_by_the_same_processes_in_turn(worker
     training = data.build_loader(samples, order, BATCH, options, cpu)
     evaluation = data.build_loader(samples, rest, rest.batch_size, options, cpu, training)
     steps, read = iter(training), []
-    for _ in range(3):
+    for _ in range(2):
         read += [next(steps), next(steps)]
         assert list(itertools.chain(*evaluation)) == list(range(LENGTH))
         assert len(multiprocessing.active_children()) == workers
