@@ -47,4 +47,5 @@ class Evaluator:
                         collected.setdefault(name, []).append(values[:left])
             left = max(0, left - self.sampler.batch_size)
         index = np.array(self.sampler.indices if collected else [], dtype=np.int64)
-        return {"index": index, **{name: concatenate(name, values, len(index)) for name, values in collected.items()}}
+        arrays = {name: concatenate(name, values, len(index)) for name, values in collected.items()}
+        return {"index": index} | arrays

@@ -24,7 +24,7 @@ CHUNK = 4096  # Positions at a time: enough that Python's part is small, and som
 def permuted(positions: range, length: int, *key: int) -> Iterator[int]:
     """Yield what stands at some ``positions`` of a permutation of ``range(length)``, which ``key`` determines.
 
-    It takes about 0.2 microseconds each, wherever they begin.
+    It takes 0.1 to 0.3 microseconds each, wherever they begin.
     """
     keys = np.frombuffer(blake2b(repr(key).encode()).digest(), "<u8")
     for first in range(0, len(positions), CHUNK):
