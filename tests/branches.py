@@ -93,8 +93,8 @@ def rendered_files() -> list[str]:
 
 
 def files_that_fit(name: nodes.Expr) -> list[str]:
-    """The files of templates/ that the computed name of an include may mean; `shared` is no choice."""
+    """The files of templates/ that the computed name of an include may mean; `shared` is no choice, but a folder."""
     words = name.nodes if isinstance(name, nodes.Concat) else [name]
     pattern = "".join(word.value if isinstance(word, nodes.Const) else "*" for word in words)
     files = [str(path.relative_to(PARTS)) for path in PARTS.rglob("*")]
-    return [file for file in fnmatch.filter(files, pattern) if "/shared/" not in file]
+    return [file for file in fnmatch.filter(files, pattern) if pattern.startswith("*") or "/shared/" not in file]

@@ -163,9 +163,9 @@ PROJECT = {
         "test_data.py::are_loaded_by_the_same_processes",
     ),
     "the worst checkpoint is the best": Mutant(
-        SRC + "train.py",
-        "sign * value > sign * progress",
-        "sign * value < sign * progress",
+        SRC + "checkpoint/content.py",
+        "sign * value <= sign * self.best_value",
+        "sign * value >= sign * self.best_value",
         "test_training.py::and_the_best",
     ),
     # Experience
@@ -278,7 +278,9 @@ PROJECT = {
         "    for optimizer in ():\n        # This",
         RESUME,
     ),
-    "records of lost steps stay": Mutant(SRC + "reporting/metrics.py", 'if record["step"] <= step)', ")", RESUME),
+    "records of lost steps stay": Mutant(
+        SRC + "reporting/metrics.py", ' if record["step"] <= last.get(record["event"], step)]', "]", RESUME
+    ),
     "a stop needs a signal on every rank": Mutant(
         SRC + "runtime/stop_signal.py", "dist.ReduceOp.MAX", "dist.ReduceOp.MIN", RESUME
     ),

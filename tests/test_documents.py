@@ -32,7 +32,8 @@ from test_symptoms import REPRODUCED
 PROGRAMS = set(RULES)
 # Inline code that names nothing in the project, and what it is.
 ELSEWHERE = {
-    **dict.fromkeys(("--section.key value", "__private", "#:: ... ::#", "task=language"), "an example"),
+    **dict.fromkeys(("--section.key value", "__private", "#:: ... ::#"), "an example"),
+    **dict.fromkeys(("task=language", "task=control"), "an example"),
     "127.0.0.1:5678": "an address",
     **dict.fromkeys(("runs/", "config.yaml", "provenance.json", "metrics.jsonl", "curves.png"), "what a run leaves"),
     **dict.fromkeys(("step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
@@ -45,7 +46,8 @@ ELSEWHERE = {
     "KillWait": "a setting of Slurm",
     "MALLOC_MMAP_THRESHOLD_=65536": "a variable of the C library",
     "dmesg": "a program of the system",
-    "datasets": "a package of Hugging Face",
+    "gymnasium.register": "a function of Gymnasium",
+    **dict.fromkeys(('metadata["render_modes"]', "reset(seed=...)", "self.np_random"), "parts of Gymnasium's class"),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import CHOICES, Bake, run
 from runs import world_size
 
-EFFECTS = Path(__file__).with_name("effects.py")
+EFFECTS, CONTROL = (Path(__file__).with_name(f"{name}.py") for name in ("effects", "control_effects"))
 # Either task under some of the strategies; layers of the language model can also be sharded along the sequence.
 COMBINATIONS = [
     (name, "language" if name in ("fsdp", "pipeline", "tensor") else "digits") for name in CHOICES["parallelism"]
@@ -40,7 +40,7 @@ def test_each_setting_has_an_effect_to_show(baked: Bake) -> None:
     for parallelism, task in itertools.product(CHOICES["parallelism"], CHOICES["task"]):
         project = baked(parallelism=parallelism, task=task)
         settings |= set(run(sys.executable, "-c", LIST_SETTINGS, cwd=project, PYTHONPATH="src").stdout.split())
-    shown = list_shown(EFFECTS)
+    shown = list_shown(EFFECTS) | list_shown(CONTROL)
     assert not settings - shown, f'add a function to {EFFECTS.name}, with @shows("NAME"), for {settings - shown}'
     assert not shown - settings, f"{EFFECTS.name} shows settings that no project has: {shown - settings}"
 

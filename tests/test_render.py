@@ -205,7 +205,9 @@ CHANGED = {
         *STRATEGY,
         # Micro-batches, how a block is sharded, what a split between blocks needs, and the pipeline's bubble.
         *EXPERIMENTS,
-        *package("model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py"),
+        *package(
+            "model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py", "splitting/sums.py"
+        ),
         *package("reporting/benchmark.py", "reporting/bubble.py"),
         # How many processes are started.
         *("Makefile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),
@@ -220,6 +222,12 @@ CHANGED = {
         *package("model.py", "dataset.py", "config.py", "launch/preflight.py", "digits.npz", "digits.md"),
         *package("generate.py", "__main__.py"),
         *docs("any_model", "contrastive", "ema", "finetune", "gan", "images", "stream", "table", "transformers"),
+        # Experience is collected instead of read, and evaluation plays; the settings depend on the environment.
+        *("Makefile", "constraints.txt", "docs/environment.md", "tests/plain.py", "tests/test_data.py"),
+        *("tests/test_evaluate.py", "tests/test_experiment.py", "tests/test_training.py"),
+        *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py"),
+        *package("splitting/__init__.py", "splitting/environments.py", "splitting/experience.py"),
+        *package("splitting/policy.py", "reporting/benchmark.py", "reporting/metrics.py"),
     },
     "launcher": {
         *("README.md", "scripts/launch.sh", ".vscode/launch.json", ".run/train_on_two_ranks.run.xml"),

@@ -62,14 +62,12 @@ import torch
 folder, kills = Path(sys.argv[1]), sys.argv[2]
 measured = {"samples_per_second", "memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
 
-
 def read(run):
     """Return the records of a run without what was measured, and the weights in its last checkpoint."""
     lines = (folder / run / "metrics.jsonl").read_text().splitlines()
     records = [{key: value for key, value in json.loads(line).items() if key not in measured} for line in lines]
     newest = sorted((folder / run / "checkpoints").iterdir())[-1]
     return records, torch.load(newest, map_location="cpu", weights_only=True)["model"]
-
 
 (whole, expected), (killed, weights) = read("whole"), read("killed")
 different = [name for name in expected if not torch.equal(weights[name], expected[name])]

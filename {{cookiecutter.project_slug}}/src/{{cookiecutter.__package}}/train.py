@@ -172,7 +172,7 @@ class Trainer:
         losses = self.parallel.forward_backward(inputs, targets, self.scaler)
         self.scaler.unscale_(self.optimizer)  # Otherwise the scaled gradient would be clipped.
         norm = self.parallel.clip_grad_norm(math.inf if clip is None else clip)
-        self.pace.begin_alone()
+        self.pace.begin_alone()  # What follows, each rank does alone; a slow one shows.
         self.guard.protect(losses["loss"], norm, self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
