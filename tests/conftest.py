@@ -57,8 +57,8 @@ class ByFile(LoadScopeScheduling):
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Return one more than the number of processors, because tests often wait for a killed process or a timeout."""
-    return (os.cpu_count() or 1) + 1
+    """Return two more than the number of processors, because tests often wait for a killed process or a timeout."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

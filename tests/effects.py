@@ -307,6 +307,11 @@ def count_saved_bytes(lab: Lab, value: str) -> int:
     return sum(sizes)
 
 
+@shows("train.memory_snapshot")
+def memory_snapshot(lab: Lab) -> None:
+    assert "train.memory_snapshot" in lab.refusal(lambda: lab.trainer("--train.memory_snapshot", "true")), "needs CUDA"
+
+
 @shows("train.on_nonfinite")
 def on_nonfinite(lab: Lab) -> None:
     trainer = lab.trainer("--train.on_nonfinite", "skip", *MOVING)

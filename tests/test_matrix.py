@@ -52,7 +52,7 @@ TASKS = {
     "digits": {
         "data.global_batch_size": 200,
         "dataset.max_shift": 1,
-        "model.width": 16,
+        "model.width": 8,
         "model.depth": 2,
         "train.clip_grad_norm": 0.07,
     },

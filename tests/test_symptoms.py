@@ -261,6 +261,20 @@ def test_a_machine_that_never_starts_is_reported(baked: Bake, symptom: str, laun
     assert not (tmp_path / "run").exists()
 
 
+@reproduces("out of memory after step")
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_an_out_of_memory_error_names_the_largest_tensors(baked: Bake, symptom: str, tmp_path: Path, nproc: int) -> None:
+    """The step that runs out of memory is the first one; a limit for address space makes it fail."""
+    project = baked()
+    assert symptom in quoted_symptoms(project)
+    arguments = ("--model.width", "512", "--data.global_batch_size", str(512 * nproc), "--run.dir", tmp_path / "run")
+    limited = ("bash", "-c", 'ulimit -v 2500000; exec "$@"', "limited", project / "scripts/launch.sh")
+    result = run(*limited, "train", *SHORT, *arguments, cwd=project, NPROC=str(nproc), expect=1)
+    line = next((line for line in result.stderr.splitlines() if f"{symptom} 0: tried to allocate" in line), "")
+    assert "lower data.global_batch_size" in line, result.stderr
+    assert re.search(r"rank \d holds [1-9]\d* MiB in tensors \(\d+ x float32 \[512, \d+", line), line
+
+
 @reproduces("unable to allocate shared memory")
 @pytest.mark.parametrize("docker", [False, True])
 def test_too_little_shared_memory_is_reported(baked: Bake, symptom: str, docker: bool, tmp_path: Path) -> None:

@@ -71,12 +71,14 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
     from .generate import generate
     #:: endif ::#
     from .reporting import benchmark
-    from .runtime import process_group, set_exact_arithmetic
+    from .runtime import process_group, record_collectives, set_exact_arithmetic
     from .train import Trainer, train
 
     gc.freeze()
     gc.enable()
     set_exact_arithmetic(config.train.exact)
+    if command == "train":
+        record_collectives(Path(config.run.dir))
     with process_group(config.distributed, config.parallel.devices_per_rank()) as process:
         if command == "train":
             train(config, process)

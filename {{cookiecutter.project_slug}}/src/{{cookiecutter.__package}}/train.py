@@ -46,6 +46,8 @@ class Trainer:
 
     def __init__(self, config: Config, process: Process, weights: str | None = None) -> None:
         self.config, self.process = config, process
+        if config.train.memory_snapshot:
+            runtime.record_allocations(process.device, Path(config.run.dir) / f"memory-rank{process.rank}.pickle")
         torch.manual_seed(config.run.seed)  # The same initial weights on every rank.
         train_set, test_set = dataset.build_datasets(config)
         self.parallel = Parallel(build_model(config.model), dataset.loss_fn, config, process)

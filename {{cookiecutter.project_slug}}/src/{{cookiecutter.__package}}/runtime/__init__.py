@@ -3,8 +3,9 @@
 It knows the process group's settings and what ``launch`` provides, and nothing about the model, the data or the loop.
 """
 
-from .failures import report_failures
+from .failures import record_collectives, report_failures
 from .files import disk_errors, publish, remove, replace_text, write_atomically
+from .memory import record_allocations
 from .process_group import (
     Process,
     all_gather_numbers,

@@ -8,6 +8,7 @@ report to the store of the rendezvous, and reads those of the others; the rank w
 """
 
 import json
+import os
 import re
 import sys
 import threading
@@ -23,6 +24,7 @@ from tqdm import tqdm
 
 from ..config import UserError
 from ..launch import is_first_on_machine
+from .memory import explain_out_of_memory
 
 PACKAGE_DIR = Path(__file__).parents[1]
 # Seconds to wait for the reports of other ranks: those that wait for the same rank give up at about the same time.
@@ -42,7 +44,8 @@ class Report:
 def report_failures(describe_progress: Callable[[], str]) -> Iterator[None]:
     """Wrap what ranks do together: if one of them fails, another reports which one, and the progress of the run."""
     try:
-        yield
+        with explain_out_of_memory(describe_progress):
+            yield
     except Exception as error:
         if dist.get_world_size() > 1 and not hasattr(error, "__notes__"):
             report(error, describe_progress())
@@ -72,6 +75,15 @@ def report(error: Exception, progress: str) -> None:
     if is_first or not is_first_on_machine():
         forget_traceback()  # It would bury the line.
     error.add_note(line)
+
+
+def record_collectives(folder: Path) -> None:
+    """Let NCCL's watchdog write the last collectives of each rank to ``folder`` when one of them takes too long.
+
+    Call this before the process group exists. The variables are those of PyTorch's flight recorder.
+    """
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/collectives_")  # PyTorch appends the rank.
 
 
 def print_traceback(error: Exception) -> None:

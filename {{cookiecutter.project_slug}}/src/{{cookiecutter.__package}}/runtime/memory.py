@@ -1,0 +1,80 @@
+"""An out-of-memory error says what takes the memory, and which settings need less.
+
+out of memory after step 4: tried to allocate 64.00 MiB; rank 0 holds 1140 MiB in tensors (21 x float32
+[512, 256, 8, 8]: 672 MiB; ...); lower data.global_batch_size ...
+"""
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config import UserError
+
+SHOWN = 3  # Kinds of tensors that the message names.
+SNAPSHOTS: set[Path] = set()  # The file to write, if allocations are recorded.
+SHORTAGE = "out of memory"
+REMEDY = (
+    "lower data.global_batch_size (data.eval_batch_size in an evaluation), raise train.microbatches, or set "
+    "train.activation_checkpointing"
+)
+
+
+def record_allocations(device: torch.device, path: Path) -> None:
+    """Write to ``path``, if memory runs out, what was allocated where; rejects a device that has no such record.
+
+    https://pytorch.org/memory_viz shows the file.
+    """
+    if device.type != "cuda":
+        raise UserError(f"train.memory_snapshot records a CUDA GPU's memory, but this rank uses the {device}; unset it")
+    torch.cuda.memory._record_memory_history()
+    SNAPSHOTS.add(path)
+
+
+@contextmanager
+def explain_out_of_memory(describe_progress: Callable[[], str]) -> Iterator[None]:
+    """Replace the message of an out-of-memory error by one that names progress, tensors and remedies."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            for path in SNAPSHOTS:
+                torch.cuda.memory._dump_snapshot(str(path))
+            error.args = (f"{SHORTAGE} {describe_progress()}: {describe(str(error))}; {REMEDY}",)
+        raise
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether this is such an error, not yet explained; the CPU's has no type of its own."""
+    has_type = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    return has_type and not str(error).startswith(SHORTAGE)
+
+
+def describe(message: str) -> str:
+    """Return what was to be allocated, by PyTorch's message, and the largest tensors of this rank."""
+    wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
+    attempt = wanted[0].lower() if wanted else message
+    sizes, counts = Counter[str](), Counter[str]()
+    for tensor in held_tensors():
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        sizes[kind] += tensor.nbytes
+        counts[kind] += 1
+    largest = "; ".join(f"{counts[kind]} x {kind}: {size / 2**20:.0f} MiB" for kind, size in sizes.most_common(SHOWN))
+    return f"{attempt}; rank {dist.get_rank()} holds {sizes.total() / 2**20:.0f} MiB in tensors ({largest})"
+
+
+def held_tensors() -> list[Tensor]:
+    """Return the tensors of which Python knows, with their gradients, once for each storage.
+
+    What is kept for backward is known only to autograd. A DTensor's shard is a tensor of its own.
+    """
+    known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    gradients = [each.grad for each in known if each.is_leaf and each.grad is not None]
+    found = {each.untyped_storage().data_ptr(): each for each in (*known, *gradients)}
+    return [tensor for address, tensor in found.items() if address]
