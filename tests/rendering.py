@@ -10,7 +10,8 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,10 +54,7 @@ class Rendering:
         self.projects: list[Project] = []
         self.owners: dict[File, list[Project]] = {}
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # 150,000 files are written, read and deleted.
-        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir=memory) as scratch:
-            patch.setattr("cookiecutter.prompt.create_env_with_context", lambda context: self.recorder)
-            patch.setattr("cookiecutter.generate.create_env_with_context", lambda context: self.recorder)
-            patch.setattr("cookiecutter.generate.is_binary", functools.cache(is_binary))
+        with one_environment(self.recorder), tempfile.TemporaryDirectory(dir=memory) as scratch:
             for values in itertools.product(*CHOICES.values()):
                 answers = dict(zip(CHOICES, values, strict=True))
                 self.keep(Project(answers, {}), render(scratch, **answers))
@@ -81,6 +79,16 @@ class Rendering:
         files = [file for file in self.owners if Path(file.path).match(pattern)]
         assert files, pattern
         return [write([file], folder / str(i)) / file.path for i, file in enumerate(files)]
+
+
+@contextmanager
+def one_environment(recorder: Recorder) -> Iterator[None]:
+    """Let cookiecutter render many projects with one Jinja environment, which compiles each template once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cookiecutter.prompt.create_env_with_context", lambda context: recorder)
+        patch.setattr("cookiecutter.generate.create_env_with_context", lambda context: recorder)
+        patch.setattr("cookiecutter.generate.is_binary", functools.cache(is_binary))
+        yield
 
 
 def render(scratch: str, **answers: Any) -> str:

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from branches import Recorder
 from commands import RULES, Command, made_run
 from conftest import CHOICES, TEMPLATE, Bake, run
-from cookiecutter.main import cookiecutter
 from documents import (
     commands,
     covering_answers,
@@ -24,6 +24,7 @@ from documents import (
 )
 from names import Names
 from recipes import SENTENCE, apply
+from rendering import one_environment, render
 from runs import task_of
 from slurm import MISSING, start_slurm
 from test_recipes import NAMES as RECIPES
@@ -46,6 +47,7 @@ ELSEWHERE = {
     "KillWait": "a setting of Slurm",
     "MALLOC_MMAP_THRESHOLD_=65536": "a variable of the C library",
     "dmesg": "a program of the system",
+    ".venv/bin/python -m torch.distributed.flight_recorder.fr_trace runs/default --prefix collectives_": "of PyTorch",
     "gymnasium.register": "a function of Gymnasium",
     **dict.fromkeys(('metadata["render_modes"]', "reset(seed=...)", "self.np_random"), "parts of Gymnasium's class"),
 }
@@ -54,12 +56,8 @@ ELSEWHERE = {
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Projects that together show all that is in documents, as tests/test_render.py verifies."""
-    paths = []
-    for answers in covering_answers():
-        output = str(tmp_path_factory.mktemp("project"))
-        options = {"no_input": True, "extra_context": answers, "output_dir": output, "accept_hooks": False}
-        paths.append(Path(cookiecutter(str(TEMPLATE), **options)))
-    return paths
+    with one_environment(Recorder()):
+        return [Path(render(str(tmp_path_factory.mktemp("project")), **answers)) for answers in covering_answers()]
 
 
 @pytest.fixture(scope="module")

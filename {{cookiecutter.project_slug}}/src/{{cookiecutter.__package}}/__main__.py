@@ -77,8 +77,7 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
     gc.freeze()
     gc.enable()
     set_exact_arithmetic(config.train.exact)
-    if command == "train":
-        record_collectives(Path(config.run.dir))
+    record_collectives(Path(config.run.dir))
     with process_group(config.distributed, config.parallel.devices_per_rank()) as process:
         if command == "train":
             train(config, process)

@@ -134,8 +134,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Keep only the input of each block for backward and recompute the rest: less memory, a third more computation."""
     memory_snapshot: bool = False
-    """On CUDA GPUs: record what allocates memory, and write that to run.dir/memory-rank*.pickle if it runs out, for
-    https://pytorch.org/memory_viz. Recording takes some time and memory in each step."""
+    """On CUDA GPUs: record what allocates memory, and write that to run.dir/memory-rank*.pickle if it runs out."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Maximum norm of the whole gradient; null turns clipping off."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -104,9 +104,8 @@ class Trainer:
             except Stopped as signal:
                 stopped = True
                 self.save()
-                self.tracker.print(
-                    f"stopped by {signal} after step {progress.step}; the same command resumes from there"
-                )
+                where = f"after step {progress.step}; the same command resumes from there"
+                self.tracker.print(f"stopped by {signal} {where}")
         return stopped
 
     def run_epoch(self) -> None:
