@@ -27,7 +27,8 @@ count_records() {
 "${train[@]}" --run.dir "$folder/whole"
 length="$(count_records whole)"
 
-set -m # Each job gets a process group of its own.
+set -m # Each job gets a process group of its own, which Ctrl-C does not reach.
+trap 'kill "${launcher:-}" 2>/dev/null || true' EXIT
 kills=0 status=1
 while ((status != 0)); do
     "${train[@]}" --run.dir "$folder/killed" &

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from ..config import UserError
-from .environment import Nodes, exit_with_error, read_nodes
+from .environment import Nodes, exit_with_error, first_line, read_nodes
 from .ranks import Ranks
 from .signals import STOP_SIGNALS, hold_back, start_resource_tracker
 
@@ -60,8 +60,7 @@ def open_store(nodes: Nodes) -> Any:
         try:  # On one machine, the system chooses a free port.
             return TCPStore(nodes.head, nodes.port, is_master=True, wait_for_workers=False)
         except DistError as error:
-            where, reason = f"{nodes.head}:{nodes.port}", str(error).splitlines()[0]
-            exit_with_error(f"no rendezvous at {where}; is HEAD this machine? ({reason})")
+            exit_with_error(f"no rendezvous at {nodes.head}:{nodes.port}; is HEAD this machine? ({first_line(error)})")
     return None
 
 

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
+from .environment import first_line
 from .ranks import Ranks
 from .signals import STOP_SIGNALS, hold_back
 
@@ -74,10 +75,11 @@ def run_torchrun(argv: Sequence[str]) -> int:
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         run.run(run.parse_args(argv))
-    except (ChildFailedError, SignalException):
-        return Agent.ranks.exit_code()
+    except SignalException as stop:
+        return Agent.ranks.exit_code() or 128 + stop.sigval
+    except ChildFailedError:
+        return Agent.ranks.exit_code() or 1
     except (DistError, RendezvousError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        print(f"error: the rendezvous with the other machines failed: {reason}", file=sys.stderr)
+        print(f"error: the rendezvous with the other machines failed: {first_line(error)}", file=sys.stderr)
         return 1  # A later attempt may succeed.
     return 0

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from ..runtime import disk_errors
 from .metrics import draw_curves, format_record, truncate_metrics
 
 
@@ -59,7 +60,8 @@ class Tracker:
         """Write a record (``event``, ``step`` and metrics) to all outputs."""
         if self.metrics is None or self.bar is None:
             return
-        self.metrics.write(format_record(record) + "\n")
+        with disk_errors(self.run_dir / "metrics.jsonl"):
+            self.metrics.write(format_record(record) + "\n")
         #:: block log ::#
         #:: endblock ::#
         metrics = "  ".join(

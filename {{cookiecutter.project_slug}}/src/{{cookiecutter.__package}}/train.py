@@ -65,12 +65,12 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(process.device.type, enabled=config.train.precision == "fp16")
         register("scheduler", self.scheduler)
         register("scaler", self.scaler)
-        self.guard = FiniteGuard(self.parallel.module, process.device, config.train.on_nonfinite, self.scaler)
+        self.guard = FiniteGuard(self.parallel.module, config.train.on_nonfinite, self.scaler)
 
         self.stop = StopSignal(config.distributed.agree_seconds)
         self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree, self.loader)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
-        self.progress = self.saved = Progress()
+        self.progress, self.saved = Progress(), Progress()
         self.first_step = 0
         self.pace = Pace(self.parallel.module, config.data.global_batch_size, process.device)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
@@ -89,7 +89,7 @@ class Trainer:
         progress, stopped = self.progress, False
         self.parallel.align_random_state()
         recording = self.tracker.record(progress.step, self.total_steps, progress.evaluated_step)
-        with recording, self.checkpointer, self.stop, report_failures(lambda: f"after step {progress.step}"):
+        with recording, self.stop, self.checkpointer, report_failures(lambda: f"after step {progress.step}"):
             ranks = f"{self.process.world_size} rank(s), {self.process.device.type}"
             self.tracker.print(f"{self.config.run.dir}: step {progress.step} of {self.total_steps or '?'} on {ranks}")
             self.pace.start(self.progress.step)
@@ -137,7 +137,7 @@ class Trainer:
         """Take one step, then log, evaluate and save if due."""
         progress, config = self.progress, self.config
         lr = float(self.scheduler.get_last_lr()[0])
-        self.guard.begin(progress.step + 1, progress.epoch, progress.samples)
+        self.guard.begin(progress.epoch, progress.samples)
         losses, norm = self.step(inputs, targets)
         progress.step += 1
         progress.samples += config.data.global_batch_size
@@ -196,14 +196,17 @@ class Trainer:
         dist.all_reduce(values)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
         record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr, "grad_norm": norm.item()}
-        self.tracker.log(record | self.guard.skipped | self.pace.measure(self.progress.step))
+        if self.config.train.on_nonfinite == "skip":
+            record["skipped_steps"] = self.progress.skipped_steps
+        self.tracker.log(record | self.pace.measure(self.progress.step))
 
     def evaluate(self) -> None:
         """Evaluate on the test set, and save the model if it is the best so far."""
         check_finite(self)
+        self.stop.restart()
         record = self.evaluator()
         self.tracker.log({"event": "eval", "step": self.progress.step, "split": "test", **record})
-        if self.progress.is_best(record[dataset.BEST_METRIC], dataset.HIGHER_IS_BETTER):
+        if self.progress.note_evaluation(record[dataset.BEST_METRIC], dataset.HIGHER_IS_BETTER):
             self.save()
         self.pace.start(self.progress.step)
 

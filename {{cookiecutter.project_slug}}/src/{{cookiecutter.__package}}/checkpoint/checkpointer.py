@@ -55,7 +55,7 @@ class Checkpointer:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.built_groups: list[dict[str, Any]] = []  # The options of their groups before a schedule changed them.
         self.stateful: dict[str, dict[str, Any]] = {kind: {} for kind in ("run", "rank", "tensors")}
-        self.is_restored = self.is_checked = False
+        self.is_restored = False
         self.pending: tuple[Future[Any], Path] | None = None
         # Sharded saves exchange messages in a thread while training does, so they need their own group.
         self.group: Any = new_patient_group(config.timeout_seconds) if config.format == "sharded" else None
@@ -92,12 +92,9 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for a pending save. If the run has failed, its error is reported instead of the save's error."""
-        try:
+        """Wait for a pending save, unless the run has failed: then other ranks may never finish theirs."""
+        if kind is None:
             self.wait()
-        except UserError:
-            if kind is None:
-                raise
 
     def wait(self) -> None:
         """Wait for the pending save, if there is one; raises UserError on every rank if one could not write."""
@@ -123,7 +120,7 @@ class Checkpointer:
         tensors = self.state()
         header = self.build_header(progress)
         path = self.run_dir / "checkpoints" / f"step-{progress.step:08d}.pt"
-        clean_up = partial(prune, self.run_dir, self.config.keep, progress.best_step)
+        clean_up = partial(prune, self.run_dir, self.config.keep, progress.step, progress.best_step)
 
         if self.config.format == "sharded":
             path = path.with_suffix(".dcp")
@@ -154,9 +151,7 @@ class Checkpointer:
         """Return everything in a checkpoint except its tensors, complete only on rank 0; a collective."""
         own = {name: to_cpu(each.state_dict()) for name, each in self.stateful["rank"].items()}
         header = {name: each.state_dict() for name, each in self.stateful["run"].items()}
-        if not self.is_checked:  # What it consists of is the same in every save.
-            check_types(own | header)
-            self.is_checked = True
+        check_savable(own | header)
         ranks: list[Any] | None = [{}] * self.process.world_size if self.process.is_main else None
         dist.gather_object(own | {"rng": get_rng_state(self.process.device)}, ranks)
         header |= {name: [state.get(name) for state in ranks or []] for name in ("rng", *own)}
@@ -251,7 +246,8 @@ class Checkpointer:
                 raise TypeError(f"the optimizer's {unfit[0]} is {saved[unfit[0]]}")
             group.update({name: saved[name] for name in names})
         for name, each in self.stateful["run"].items():
-            each.load_state_dict(header[name])
+            if header[name]:  # A scaler that is off has no state.
+                each.load_state_dict(header[name])
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +269,7 @@ def to_cpu(state: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
 
 
-def check_types(states: Mapping[str, Any]) -> None:
+def check_savable(states: Mapping[str, Any]) -> None:
     """Reject states that could be saved but not loaded, because loading would have to run code."""
     for name, state in states.items():
         for leaf in tree_leaves(state):
@@ -282,13 +278,15 @@ def check_types(states: Mapping[str, Any]) -> None:
                 raise UserError(f"the state of {name} holds a {kind}; let state_dict return tensors and built-in types")
 
 
-def prune(run_dir: Path, keep: int, best_step: int | None) -> None:
+def prune(run_dir: Path, keep: int, step: int, best_step: int | None) -> None:
     """Remove what a killed save left behind, and all checkpoints except the ``keep`` newest and the best.
 
-    What cannot be removed stays, with a warning: the new checkpoint is complete.
+    Those after ``step`` do not count: they are damaged, or the run would have resumed from them. What cannot be removed
+    stays, with a warning: the new checkpoint is complete.
     """
-    kept = f"step-{best_step or 0:08d}"
-    surplus = [path for path in list_checkpoints(run_dir)[:-keep] if path.stem != kept]
+    newest, best = (f"step-{each:08d}" for each in (step, best_step or 0))
+    own = [path for path in list_checkpoints(run_dir) if path.stem <= newest]
+    surplus = [path for path in own[:-keep] if path.stem != best]
     for path in [*(run_dir / "checkpoints").glob("step-*.tmp"), *surplus]:
         try:
             remove(path)

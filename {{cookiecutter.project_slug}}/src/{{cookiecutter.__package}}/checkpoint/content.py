@@ -33,9 +33,10 @@ class Progress:
     best_step: int | None = None  # Step of the best evaluation so far.
     best_value: float | None = None  # Its value of the metric that selects the best checkpoint.
     evaluated_step: int = 0  # Step of the last evaluation that was completed.
+    skipped_steps: int = 0  # Steps that were left out, because something was not finite.
 
-    def is_best(self, value: float, higher_is_better: bool) -> bool:
-        """Note the evaluation of this step, by the metric that selects the best; return whether none was better."""
+    def note_evaluation(self, value: float, higher_is_better: bool) -> bool:
+        """Note the value that this step has of the metric that selects the best; return whether it is the best."""
         self.evaluated_step, sign = self.step, 1 if higher_is_better else -1
         if not math.isfinite(value) or (self.best_value is not None and sign * value <= sign * self.best_value):
             return False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import UserError
+from ..launch import first_line
 from ..runtime import all_gather_object, on_main
 from . import sharded
 from .content import DamagedCheckpointError, check_content
@@ -43,11 +44,6 @@ def read_archive(file: Path, safe_globals: list[Any]) -> Any:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
     with torch.serialization.safe_globals(safe_globals):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its type."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def read_on_main(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -109,13 +105,17 @@ def load_model(
 
 @contextmanager
 def damage_on_any_rank(path: Path) -> Iterator[None]:
-    """Raise DamagedCheckpointError on every rank if one cannot take its state from a checkpoint; a collective."""
-    error = None
+    """Raise DamagedCheckpointError on every rank if one cannot take its state from a checkpoint; a collective.
+
+    A UserError of one rank is raised on every rank, too.
+    """
+    own: UserError | None = None
     try:
         yield
-    except UserError:
-        raise
-    except Exception as reason:  # Whatever ``load_state_dict`` raises for something that it did not save.
-        error = f"{type(reason).__name__}: {first_line(reason)}"
-    if errors := [of_rank for of_rank in all_gather_object(error) if of_rank]:
-        raise DamagedCheckpointError(f"the state in {path} cannot be restored: {errors[0]}")
+    except UserError as error:
+        own = error
+    except Exception as error:  # Whatever ``load_state_dict`` raises for something that it did not save.
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        own = DamagedCheckpointError(f"the state in {path} cannot be restored: {reason}")
+    if errors := [error for error in all_gather_object(own) if error]:
+        raise errors[0]

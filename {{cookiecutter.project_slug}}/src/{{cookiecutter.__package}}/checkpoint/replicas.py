@@ -1,5 +1,6 @@
 """Replicas: what several ranks hold of one tensor has to be the same on all of them, bit for bit."""
 
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -21,9 +22,9 @@ def check_replicas(tensors: Mapping[str, Tensor], step: int) -> None:
     It reads everything that it is given, and waits for the device.
     """
     parts = {find_place(name, tensor): local_part(tensor) for name, tensor in tensors.items()}
-    hashes = torch.stack([torch.hash_tensor(part).cpu() for part in parts.values()]).tolist()
+    checksums = {place: zlib.crc32(read_bytes(part)) for place, part in parts.items()}
     holders: defaultdict[Place, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, own in enumerate(all_gather_object(dict(zip(parts, hashes, strict=True)))):
+    for rank, own in enumerate(all_gather_object(checksums)):
         for place, value in own.items():
             holders[place][value].append(rank)
     different = {place[0]: list(groups.values()) for place, groups in holders.items() if len(groups) > 1}
@@ -44,6 +45,11 @@ def find_place(name: str, tensor: Tensor) -> Place:
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def read_bytes(tensor: Tensor) -> bytes:
+    """Return the values of a tensor, which may be empty, as bytes."""
+    return tensor.cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def describe(groups: list[list[int]]) -> str:

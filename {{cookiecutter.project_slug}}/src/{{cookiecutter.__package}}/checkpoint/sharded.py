@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.futures import Future
 
 from ..config import UserError
+from ..launch import first_line
 from ..runtime import disk_errors, publish, remove, write_atomically
 from .content import DamagedCheckpointError
 
@@ -79,7 +80,6 @@ class Writer(FileSystemWriter):
             checksums |= of_rank
         content = {**self.header, "metadata": metadata, "checksums": checksums}
         write_atomically(self.temporary / HEADER, lambda file: torch.save(content, file))
-        remove(self.target)  # It was damaged, or the run would have resumed from it.
         publish(self.temporary, self.target)
         self.on_finish()
 
@@ -155,9 +155,8 @@ def load_in_one_process(path: Path, header: Mapping[str, Any], part: str = "") -
         # In the order of the model.
         names = [name for name in header["metadata"].planner_data if name.startswith(part)]
         tensors = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {reason}") from None
+    except RuntimeError as error:
+        raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {first_line(error)}") from None
     with one_line_errors(f"{path} is not a readable checkpoint", DamagedCheckpointError):
         state_dict_loader.load(tensors, storage_reader=Reader(path, header), no_dist=True)
     return tensors

@@ -12,9 +12,11 @@ from .environment import (
     ProcessInfo,
     exit_with_error,
     find_process_info,
+    first_line,
     is_first_on_machine,
     is_port,
     is_restart,
+    print_error,
     read_nodes,
 )
 from .loader import LoaderContext, init_loader_worker

@@ -197,11 +197,21 @@ def is_first_on_machine(env: Env = os.environ) -> bool:
     return next((env[name] for name in names if name in env), "0") == "0"
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def exit_with_error(message: str, *, only_this_rank: bool = False) -> NoReturn:
     """Print an error on stderr, once per machine or, for an error of ``only_this_rank``, on it; exit with code 2."""
+    print_error(message, only_this_rank=only_this_rank)
+    sys.exit(2)
+
+
+def print_error(message: str, *, only_this_rank: bool = False) -> None:
+    """Print what ``exit_with_error`` prints."""
     if only_this_rank or is_first_on_machine():
         line = " ".join(message.split())
         if len(line) > LONGEST_LINE:  # It repeats what was given.
             line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
         print("error:", line, file=sys.stderr)
-    sys.exit(2)

@@ -29,7 +29,7 @@ class Ranks:
 
     def __init__(self, processes: Mapping[int, Started], patience: float) -> None:
         self.processes, self.patience = processes, patience
-        self.failure = 0  # The exit code of the rank that failed first.
+        self.failure = 0  # The exit code of the rank whose failure ended the others.
         self.received = 0  # The first stop signal.
 
     def codes(self) -> dict[int, int | None]:
@@ -59,7 +59,7 @@ class Ranks:
         failed = {rank: code for rank, code in self.codes().items() if code}
         if not failed:
             return
-        self.failure = min(failed.values())  # A signal is the cause of other ranks' errors.
+        self.failure = min(failed.values())
         for rank, code in failed.items():
             if code < 0:
                 print(f"rank {rank} (process {self.processes[rank].pid}) was ended by {name(-code)}", file=sys.stderr)
@@ -70,6 +70,9 @@ class Ranks:
         deadline = time.monotonic() + self.patience
         if terminate:
             self.wait(min(REPORT_SECONDS, self.patience / 2))
+            # A signal, or a mistake of the user (2), is the cause of other ranks' errors.
+            codes = [code for code in self.codes().values() if code]
+            self.failure = min(codes, key=lambda code: (code > 0, code != 2))
             self.send(signal.SIGTERM)
         self.wait(deadline - time.monotonic())
         for rank in self.running():

@@ -75,9 +75,9 @@ def check_distributed(config: DistributedConfig) -> None:
 def check_variables(env: Mapping[str, str] = os.environ) -> None:
     """Reject variables of the launch script that are no numbers."""
     #:: if cookiecutter.launcher == "torchrun" ::#
-    names = ("STOP_SECONDS", "MAX_RESTARTS")
+    names = ("STOP_SECONDS", "STOP_CODE", "MAX_RESTARTS")
     #:: else ::#
-    names = ("STOP_SECONDS",)
+    names = ("STOP_SECONDS", "STOP_CODE")
     #:: endif ::#
     for name in names:
         if not (env.get(name) or "0").isdecimal():

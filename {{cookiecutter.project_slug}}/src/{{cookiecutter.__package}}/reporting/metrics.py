@@ -23,10 +23,11 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
 def parse(line: bytes) -> dict[str, Any] | None:
     """Return the record of one line, or None if it is something else."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=lambda name: None)  # NaN and inf are no JSON.
     except (ValueError, RecursionError):  # It is no JSON, or no text.
         return None
-    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "event" in record
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+    is_record = is_record and isinstance(record.get("event"), str)
     return record if is_record else None
 
 
@@ -89,7 +90,10 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
             axes.legend()
         axes.set_xlabel("step")
     #:: endif ::#
-    figure.savefig(image, dpi=150)
+    try:
+        figure.savefig(image, dpi=150)
+    except OSError as error:
+        print(f"warning: {image} could not be written: {error.strerror}", file=sys.stderr)
 
 
 def read_points(records: list[dict[str, Any]], event: str, *keys: str) -> list[list[Any]]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler
 
 from ..config import UserError
-from ..runtime import all_gather_numbers, all_gather_object
+from ..runtime import all_gather_object
 from ..splitting import to_device, unpack
 
 SHOWN = 5  # Samples of each rank that a message names.
@@ -30,25 +30,24 @@ class FiniteGuard:
     Args:
         module: This rank's part of the model. If the run goes on, its floating-point buffers, such as BatchNorm's
             statistics, are not changed by such steps either.
-        device: Where losses and the norm of the gradient are.
         policy: ``stop`` if the run is to end, ``skip`` if it goes on without the step.
         scaler: If it is enabled, it leaves out steps itself, whenever its factor was too large; then, only losses say
             that something is wrong.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, policy: str, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, module: nn.Module, policy: str, scaler: torch.amp.GradScaler) -> None:
         self.stops, self.is_scaled = policy == "stop", scaler.is_enabled()
         self.buffers = [] if self.stops else [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self.kept = [buffer.clone() for buffer in self.buffers]
-        # Since the last look: the first step with such a loss on this rank, the first with such a gradient (0: none),
-        # and the number of steps that were left out.
-        self.seen = torch.zeros(3, dtype=torch.int64, device=device)
-        self.positions: dict[int, tuple[int, int]] = {}
-        self.skipped: dict[str, int] = {}  # What records say: the steps that were left out since this process started.
+        # The place in the data of each step since the last look: the epoch, and the samples of it consumed before.
+        self.places: list[tuple[int, int]] = []
+        # Of these steps, counted from 1: the first with such a loss on this rank, the first with such a gradient (0:
+        # none), and how many were left out.
+        self.seen = torch.zeros(3, dtype=torch.int64)
 
-    def begin(self, step: int, epoch: int, samples: int) -> None:
-        """Note which step comes next, and its place in the data: the epoch, and the samples of it consumed before."""
-        self.positions[step] = (epoch, samples)
+    def begin(self, epoch: int, samples: int) -> None:
+        """Note the place of the next step in the data."""
+        self.places.append((epoch, samples))
 
     def protect(self, loss: Tensor, norm: Tensor, *optimizers: torch.optim.Optimizer) -> None:
         """Make the next step of ``optimizers`` do nothing if the gradient is not finite; this waits for no device.
@@ -58,13 +57,14 @@ class FiniteGuard:
             norm: The norm of the whole model's gradient.
             optimizers: A fused one checks on the device; for another, the process has to wait for it.
         """
-        is_bad = ~torch.stack([loss.detach().float(), norm.detach().float()]).isfinite()
+        self.seen = self.seen.to(norm.device)  # Which is the CPU if the gradient is offloaded.
+        is_bad = ~torch.stack([loss.detach().float().to(norm.device), norm.detach().float()]).isfinite()
         is_first = is_bad & (self.seen[:2] == 0)
-        self.seen[:2] += is_first * max(self.positions, default=1)
+        self.seen[:2] += is_first * max(1, len(self.places))
         left_out = self.seen[1] > 0 if self.stops else is_bad[1]
         self.seen[2] += left_out
         for buffer, kept in zip(self.buffers, self.kept, strict=True):
-            kept.copy_(torch.where(left_out, kept, buffer))
+            kept.copy_(torch.where(left_out.to(kept.device), kept, buffer))
             buffer.copy_(kept)
         for optimizer in optimizers if not self.is_scaled else ():
             if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -75,12 +75,12 @@ class FiniteGuard:
     def look(self) -> tuple[int, str, list[int], int]:
         """Return what was not finite since the last look, as (step, loss or gradient, ranks, number of steps).
 
-        The step is 0 if everything was finite. Waits for the device; a collective.
+        Steps count from the last look; 0: everything was finite. Waits for the device; a collective.
         """
-        everyone = [list(map(int, seen)) for seen in all_gather_numbers(self.seen.tolist())]
+        everyone = all_gather_object(self.seen.tolist())
         self.seen.zero_()
         if self.is_scaled:
-            everyone = [[loss, 0, 0] for loss, *_ in everyone]
+            everyone = [[loss, 0, count] for loss, _, count in everyone]
         step = min((step for seen in everyone for step in seen[:2] if step), default=0)
         what = "loss" if any(loss == step for loss, *_ in everyone) else "gradient"
         ranks = [rank for rank, seen in enumerate(everyone) if seen[what == "gradient"] == step]
@@ -92,18 +92,19 @@ def check_finite(trainer: Any) -> None:
 
     A collective, which waits for the device.
     """
-    guard = trainer.guard
-    step, what, ranks, count = guard.look()
-    positions, guard.positions = guard.positions, {}
-    if not step:
+    guard, progress = trainer.guard, trainer.progress
+    nth, what, ranks, count = guard.look()
+    places, guard.places = guard.places, []
+    if not nth:
         return
+    step = progress.step - len(places) + nth
     found = f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}"
     if not guard.stops:
-        guard.skipped = {"skipped_steps": guard.skipped.get("skipped_steps", 0) + count}
-        trainer.tracker.print(f"{found}; skipped {count} step(s) up to step {trainer.progress.step}")
+        progress.skipped_steps += count
+        trainer.tracker.print(f"{found}; skipped {count} step(s) up to step {progress.step}")
         return
-    places = all_gather_object(locate(trainer, *positions[step]))
-    shown = next((f", first in {place}" for place in places if place), "")
+    located = all_gather_object(locate(trainer, *places[nth - 1]))
+    shown = next((f", first in {place}" for place in located if place), "")
     raise UserError(
         f"{found}{shown}. The run ends with its last checkpoint; mend the samples or the model, lower optim.lr, or set "
         "train.on_nonfinite to skip such steps"
@@ -113,14 +114,14 @@ def check_finite(trainer: Any) -> None:
 def locate(trainer: Any, epoch: int, samples: int) -> str:
     """Run the forward of a step again, and return what was the first not to be finite in it; empty if all was.
 
-    The weights are still those before the step.
+    The weights are still those before the step. A collective, if the forward is one.
     """
     trainer.sampler.set_epoch(epoch, start=samples)
     inputs = to_device(unpack(next(iter(trainer.loader)))[0], trainer.process.device)
+    with torch.no_grad(), nonfinite_module(trainer.parallel.module) as found:
+        trainer.parallel.predict(inputs)
     if rows := nonfinite_rows(inputs):
         return f"the inputs of samples {name_samples(trainer, rows)}"
-    with nonfinite_module(trainer.parallel.module) as found:
-        trainer.parallel.predict(inputs)
     return f"the output of {found[0]}" if found else ""
 
 

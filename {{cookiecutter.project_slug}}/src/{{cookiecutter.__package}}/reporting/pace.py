@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..runtime import all_gather_numbers
+from ..runtime import all_gather_object
 
 
 class Pace:
@@ -51,7 +51,7 @@ class Pace:
         """
         steps, seconds = step - self.step, time.perf_counter() - self.clock
         own = [self.alone, memory_in_use(self.device), memory_in_use(self.device, peak=True)]
-        alone, memory, peak = zip(*all_gather_numbers(own), strict=True)
+        alone, memory, peak = zip(*all_gather_object(own), strict=True)
         self.start(step)
         record = {"memory_mib": round(max(memory) / 2**20, 1), "peak_memory_mib": round(max(peak) / 2**20, 1)}
         if not steps:
@@ -65,7 +65,8 @@ class Pace:
 def memory_in_use(device: torch.device, *, peak: bool = False) -> int:
     """Return the bytes in use, or the most since ``reset_peak_memory``; on a CPU, of this process (0 if not Linux)."""
     if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated() if peak else torch.accelerator.memory_allocated()
+        count = torch.accelerator.max_memory_allocated if peak else torch.accelerator.memory_allocated
+        return max(map(count, range(torch.accelerator.device_count())))  # A rank may use several.
     path, name = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
     lines = path.read_text().splitlines() if path.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)

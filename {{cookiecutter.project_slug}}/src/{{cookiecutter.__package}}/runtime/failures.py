@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 from tqdm import tqdm
 
 from ..config import UserError
-from ..launch import is_first_on_machine
+from ..launch import is_first_on_machine, print_error
 from .memory import explain_out_of_memory
 
 PACKAGE_DIR = Path(__file__).parents[1]
@@ -94,8 +95,21 @@ def print_traceback(error: Exception) -> None:
 
 def forget_traceback() -> None:
     """Print no traceback when an error ends this process."""
-    # Its frames would keep what they refer to until the interpreter ends; see process_group.
-    sys.excepthook = lambda _, error, trace: traceback.clear_frames(trace)
+    sys.excepthook = lambda *_: None
+
+
+def end_failed_rank(error: Exception) -> NoReturn:
+    """Print an error, if no report has, and end this process at once, with 2 for a UserError and otherwise with 1.
+
+    To leave the process group in order, NCCL would wait for collectives that a failed rank never joins.
+    """
+    if isinstance(error, UserError):
+        print_error(str(error))
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if isinstance(error, UserError) else 1)
 
 
 def is_collective_error(error: Exception) -> bool:

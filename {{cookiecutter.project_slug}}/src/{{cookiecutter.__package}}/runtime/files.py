@@ -1,5 +1,6 @@
 """Files that are complete or absent, even if the machine stops in the middle of a write."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,8 +17,6 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     remove(temporary)  # A killed save left it.
-    if path.is_dir():  # A damaged sharded checkpoint.
-        remove(path)
     try:
         with disk_errors(temporary), open(temporary, "wb") as file:
             write(file)
@@ -31,14 +30,22 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a complete file or folder to its final name."""
+    """Rename a complete file or folder to its final name; a folder that has it is removed when that is done."""
+    nameless = path.with_suffix(".old.tmp")
+    if path.is_dir():
+        remove(nameless)
+        path.rename(nameless)
     os.replace(temporary, path)
     # The new name is an entry of the parent folder, which has to reach the disk as well.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # Some network filesystems cannot, and need not.
+            raise
     finally:
         os.close(folder)
+    shutil.rmtree(nameless, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:

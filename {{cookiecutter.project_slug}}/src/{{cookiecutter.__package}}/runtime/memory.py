@@ -33,7 +33,7 @@ def record_allocations(device: torch.device, path: Path) -> None:
     """
     if device.type != "cuda":
         raise UserError(f"train.memory_snapshot records a CUDA GPU's memory, but this rank uses the {device}; unset it")
-    torch.cuda.memory._record_memory_history()
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
     SNAPSHOTS.add(path)
 
 
@@ -46,7 +46,7 @@ def explain_out_of_memory(describe_progress: Callable[[], str]) -> Iterator[None
         if is_out_of_memory(error):
             for path in SNAPSHOTS:
                 torch.cuda.memory._dump_snapshot(str(path))
-            error.args = (f"{SHORTAGE} {describe_progress()}: {describe(str(error))}; {REMEDY}",)
+            error.args = (f"{SHORTAGE} {describe_progress()}: {describe(error)}; {REMEDY}",)
         raise
 
 
@@ -56,12 +56,12 @@ def is_out_of_memory(error: Exception) -> bool:
     return has_type and not str(error).startswith(SHORTAGE)
 
 
-def describe(message: str) -> str:
-    """Return what was to be allocated, by PyTorch's message, and the largest tensors of this rank."""
-    wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
-    attempt = wanted[0].lower() if wanted else message
+def describe(error: Exception) -> str:
+    """Return what was to be allocated, by PyTorch's message, and the largest tensors that this rank holds there."""
+    wanted = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
+    attempt = wanted[0].lower() if wanted else str(error)
     sizes, counts = Counter[str](), Counter[str]()
-    for tensor in held_tensors():
+    for tensor in held_tensors(on_accelerator=isinstance(error, torch.OutOfMemoryError)):
         kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         sizes[kind] += tensor.nbytes
         counts[kind] += 1
@@ -69,12 +69,13 @@ def describe(message: str) -> str:
     return f"{attempt}; rank {dist.get_rank()} holds {sizes.total() / 2**20:.0f} MiB in tensors ({largest})"
 
 
-def held_tensors() -> list[Tensor]:
-    """Return the tensors of which Python knows, with their gradients, once for each storage.
+def held_tensors(*, on_accelerator: bool) -> list[Tensor]:
+    """Return the tensors of which Python knows, with their gradients, once for each storage; on the CPU or not.
 
     What is kept for backward is known only to autograd. A DTensor's shard is a tensor of its own.
     """
     known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     gradients = [each.grad for each in known if each.is_leaf and each.grad is not None]
-    found = {each.untyped_storage().data_ptr(): each for each in (*known, *gradients)}
+    here = [each for each in (*known, *gradients) if (each.device.type != "cpu") == on_accelerator]
+    found = {each.untyped_storage().data_ptr(): each for each in here if each.layout is torch.strided}
     return [tensor for address, tensor in found.items() if address]

@@ -3,14 +3,14 @@
 find_process           which rank this is (from the launcher), and its device
 process_group          init_process_group ... destroy_process_group, around everything else
   on_main              rank 0 does something, every rank gets the result
-  all_gather_object    every rank gets the objects of all ranks; all_gather_numbers, their numbers
+  all_gather_object    every rank gets the objects of all ranks
   set_timeout          short waits, once start-up is over
   timeout              long ones, for what takes as long as it takes
 """
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import DistributedConfig, UserError
-from ..launch import ProcessInfo, collective_timeout, find_process_info, is_port
-from .failures import report_failures
+from ..launch import ProcessInfo, collective_timeout, find_process_info, first_line, is_port
+from .failures import end_failed_rank, report_failures
 
 T = TypeVar("T")
 
@@ -65,6 +65,10 @@ def process_group(config: DistributedConfig, devices_per_rank: int) -> Iterator[
     try:
         with report_failures(lambda: "outside of training"):
             yield process
+    except Exception as error:
+        if process.world_size > 1:
+            end_failed_rank(error)
+        raise
     finally:
         dist.destroy_process_group()
         PATIENT_GROUPS.clear()
@@ -150,7 +154,7 @@ def rendezvous_errors(process: Process, init_method: str) -> Iterator[None]:
             raise UserError(f"port in use on this machine: {where}; wait for what uses it, or {remedy}") from None
         raise UserError(
             f"rank {process.rank} did not reach the other {process.world_size - 1} at {where}: are all of them "
-            f"started, and can this machine reach that address? ({next(iter(str(error).splitlines()), '')})"
+            f"started, and can this machine reach that address? ({first_line(error)})"
         ) from None
 
 
@@ -184,14 +188,6 @@ def all_gather_object(own: T) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
-
-
-def all_gather_numbers(own: Sequence[float]) -> list[list[float]]:
-    """Return some numbers of all ranks, in the order of ranks; a collective, cheaper than ``all_gather_object``."""
-    numbers = torch.tensor(own, dtype=torch.float64, device=dist.distributed_c10d._get_object_coll_device())
-    everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, numbers)
-    return [other.tolist() for other in everyone]
 
 
 def on_main(action: Callable[[], T]) -> T:

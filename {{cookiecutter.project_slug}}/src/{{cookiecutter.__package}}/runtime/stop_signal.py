@@ -27,6 +27,7 @@ from ..launch import STOP_SIGNALS
 # Signals that repeat within this time count as one: Slurm signals all processes of a job, a shell a process group, and
 # a launcher among them forwards the signal.
 SECONDS_OF_ONE_SIGNAL = 5.0
+MOST_STEPS = 16  # From one message to the next: those that come may be longer than those that were measured.
 
 
 class Stopped(Exception):
@@ -43,7 +44,7 @@ class StopSignal:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         # Steps from one message to the next, the number of this one in between, and when they began.
-        self.interval, self.number, self.began_at = 1, 0, time.monotonic()
+        self.interval, self.number, self.began_at = 1, 0, -math.inf
         # A separate group on the CPU: its messages never mix with others, and wait for no device.
         self.group: Any = dist.new_group(backend="gloo")
         self.received, self.received_at = 0, 0.0
@@ -77,7 +78,7 @@ class StopSignal:
         Raises:
             Stopped: after the step, on every rank, if one of them had received a signal when the message was sent.
         """
-        if self.number == 0:
+        if self.number == 0 and not self.pending:
             self.pending = self.start_all_reduce()
         yield
         # A step later, it has long arrived. Waiting for it in the same step took 7 to 18 % of a step of 18 ms.
@@ -85,11 +86,18 @@ class StopSignal:
             self.read_message(*self.pending)
         self.number = (self.number + 1) % self.interval
 
+    def restart(self) -> None:
+        """Measure the interval anew, because steps of another length follow; their first one has a message."""
+        if self.pending:
+            self.pending[1].wait()  # The next message tells the same.
+        self.interval, self.number, self.began_at, self.pending = 1, 0, -math.inf, None
+
     def start_all_reduce(self) -> tuple[Tensor, Any]:
         """Start the all-reduce of the highest signal (0: none) and the shortest interval of the ranks."""
         now = time.monotonic()
         seconds_per_step, self.began_at = max(now - self.began_at, 1e-9) / self.interval, now
-        message = torch.tensor([self.received, -max(1, math.ceil(self.seconds / seconds_per_step))])
+        interval = min(MOST_STEPS, max(1, math.ceil(self.seconds / seconds_per_step)))
+        message = torch.tensor([self.received, -interval])
         return message, dist.all_reduce(message, dist.ReduceOp.MAX, self.group, async_op=True)
 
     def read_message(self, message: Tensor, work: Any) -> None:
