@@ -66,6 +66,13 @@ def test_a_changed_optimizer_and_schedule_act_from_the_first_step_on(project: Pa
     assert [(group["weight_decay"], group["betas"]) for group in groups] == [(0.25, (0.5, 0.75)), (0.0, (0.5, 0.75))]
 
 
+def test_a_run_resumes_in_another_precision(project: Path, run: Path) -> None:
+    """The scaler of fp16 starts anew, because the checkpoint has none."""
+    printed = alone(project, "train", *LONGER, "--train.precision", "fp16", "--run.dir", run)
+    assert "train.precision is fp16" in printed.stderr and "resuming from the one before" not in printed.stderr
+    assert records(run, "train")[-1]["step"] == 9
+
+
 def test_more_epochs_lengthen_the_schedule(project: Path, run: Path) -> None:
     words = "--optim.warmup_steps 1 --train.epochs".split()
     rates = {}

@@ -82,6 +82,7 @@ def test_nonsense_is_rejected_in_one_short_line_by_launcher_and_rank(
         ("NODES=2 NODE_RANK=0 HEAD=localhost PORT=abc", "PORT"),
         ("NODES=2 NODE_RANK=0 HEAD=localhost PORT=0", "PORT 0"),
         ("STOP_SECONDS=x", "STOP_SECONDS is 'x'"),
+        ("STOP_CODE=x", "STOP_CODE is 'x'"),
         ("SLURM_RESTART_COUNT=x", "SLURM_RESTART_COUNT is 'x'"),
     ],
 )

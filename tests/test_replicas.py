@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import CHOICES, Bake
+from conftest import CHOICES, Bake, run
 from runs import SHORT, edit, last_step, launch, plant
 
 pytestmark = pytest.mark.slow
@@ -49,6 +50,23 @@ def test_a_replica_that_differs_ends_the_run(bake: Bake, tmp_path: Path, paralle
     words = (*CHECKED, *layout, "--run.dir", tmp_path / "run")
     error = launch(project, "train", *words, nproc=nproc, expect=2).stderr
     assert re.search(r"^error: after step 4, .* do not: model\.\S+ on ranks? 0( and|, )", error, re.MULTILINE), error
+
+
+COMPARE = """
+import sys, torch
+from my_experiment.checkpoint import replicas
+seen = []
+replicas.all_gather_object = lambda own: seen.append(own) or [own]
+parts = [[1.0, 2.0], [2.0, 1.0], [1.0, -2.0], [2.0, 2.0], [], [1.0, 2.0]]
+for part in parts:
+    replicas.check_replicas({"weight": torch.tensor(part), "half": torch.tensor(part, dtype=torch.bfloat16)}, step=1)
+print([parts.index(part) for part in parts] == [seen.index(own) for own in seen])
+"""
+
+
+def test_tensors_are_compared_bit_for_bit(plain: Path) -> None:
+    """Other orders, signs and pairs of the same values differ; a shard may be empty."""
+    assert run(sys.executable, "-c", COMPARE, cwd=plain, PYTHONPATH="src").stdout == "True\n"
 
 
 OTHER_DATA = {  # What a rank does with its labels, and what the message says of it.

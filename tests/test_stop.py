@@ -184,6 +184,33 @@ def test_stop_seconds_bounds_the_wait_for_a_rank_that_hangs(baked: Bake, tmp_pat
     assert failed.temporary() == []
 
 
+RANKS = """
+import subprocess, sys
+from my_experiment.launch.ranks import Ranks
+ranks = Ranks({rank: subprocess.Popen(["sh", "-c", line]) for rank, line in enumerate(sys.argv[1:])}, patience=4)
+while ranks.running():
+    ranks.check()
+print(ranks.exit_code())
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        (("exit 1", "sleep 0.5; exit 2"), 2),
+        (("sleep 0.5; exit 2", "exit 1"), 2),
+        (("exit 2", "exit 2"), 2),
+        (("exit 1", "exit 3"), 1),
+        (("exit 1", "sleep 0.5; kill -9 $$"), 137),
+        (("exit 0", "exit 0"), 0),
+        (("exit 1", "sleep 100"), 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_cause(plain: Path, lines: tuple[str, ...], code: int) -> None:
+    """A rank that waited for another one may end before it, with 1."""
+    assert run(sys.executable, "-c", RANKS, *lines, cwd=plain, PYTHONPATH="src").stdout == f"{code}\n"
+
+
 STOP = """
 import os, signal
 from my_experiment.config import DistributedConfig

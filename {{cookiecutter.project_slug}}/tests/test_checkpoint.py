@@ -19,6 +19,16 @@ UserError = module("config").UserError
 NPROC, WORDS = SPLITS[-1]
 
 
+def test_damaged_checkpoints_of_later_steps_cost_none_that_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (80, 90, 100, 110, 200, 300):
+        (folder / f"step-{step:08d}.pt").touch()
+    module("checkpoint.checkpointer").prune(tmp_path, keep=2, step=110, best_step=80)
+    kept = [int(path.stem.removeprefix("step-")) for path in sorted(folder.iterdir())]
+    assert kept == [80, 100, 110, 200, 300]
+
+
 @pytest.fixture
 def run(trained: Callable[..., Path], tmp_path: Path) -> Path:
     """A copy of a run with sharded checkpoints of steps 16 and 20."""
