@@ -263,7 +263,9 @@ def test_a_machine_that_never_starts_is_reported(baked: Bake, symptom: str, laun
 
 @reproduces("out of memory after step")
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_an_out_of_memory_error_names_the_largest_tensors(baked: Bake, symptom: str, tmp_path: Path, nproc: int) -> None:
+def test_an_out_of_memory_error_names_the_largest_tensors(
+    baked: Bake, symptom: str, tmp_path: Path, nproc: int
+) -> None:
     """The step that runs out of memory is the first one; a limit for address space makes it fail."""
     project = baked()
     assert symptom in quoted_symptoms(project)
