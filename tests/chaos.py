@@ -90,12 +90,17 @@ class Projects:
 
 @dataclass
 class Outcome:
-    """What came of a fault: the seconds from it to the end of the last process, and what is wrong, by check."""
+    """What came of a fault: the seconds from it to the end of the last process, and what each check found wrong."""
 
     fault: Fault
     strategy: str
-    seconds: float | None = None
-    wrong: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    checks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> dict[str, str]:
+        """Return what is wrong, without the checks that found nothing."""
+        return {name: text for name, text in self.checks.items() if text}
 
 
 @dataclass
@@ -130,11 +135,13 @@ class Chain:
             for name in ("other", "ranks"):
                 shutil.copytree(self.run, self.folder / name)
             for name, check in checks.items():
+                found = ""
                 try:
                     check()
                 except AssertionError:
-                    for outcome in outcomes:
-                        outcome.wrong[name] = f"{self.folder}: {traceback.format_exc()}"
+                    found = f"{self.folder}: {traceback.format_exc()}"
+                for outcome in outcomes:
+                    outcome.checks[name] = found
         return outcomes
 
     @contextmanager
@@ -149,8 +156,7 @@ class Chain:
             *("--distributed.device", "cpu", "--data.global_batch_size", "48", "--model.width", "8"),
             *("--train.max_steps", str(self.steps), "--train.log_every", "1", "--train.eval_every", "3"),
             *("--checkpoint.every_steps", "2", "--checkpoint.format", self.form),
-            # Not more, because rounding grows with each step.
-            *("--optim.lr", "1e-4"),
+            *("--optim.lr", "1e-4"),  # A larger one lets rounding grow with each step.
             *("--data.num_workers", str(self.workers), "--distributed.timeout_seconds", str(self.timeout)),
         ]
         with started(*command, cwd=project, log=folder / "log", **environment) as process:
@@ -167,30 +173,31 @@ class Chain:
     def inject(self, number: int, fault: Fault) -> Outcome:
         """Start the run with a fault, wait until it has ended, and look at what it printed and left."""
         folder = self.folder / f"{number:02d}-{fault.phase}-{fault.kind}".replace(" ", "-")
-        newest = max((int(path.stem[5:]) for path in self.run.glob("checkpoints/step-*[tp]")), default=0)
+        newest = max((int(path.stem[5:]) for path in list_checkpoints(self.run)), default=0)
         fault = replace(fault, step=newest + fault.step, folder=str(folder), run=str(self.run))
         environment = {"FAULT": json.dumps(asdict(fault))}
+        deadline = time.monotonic() + 600  # Of a run that ends before its fault.
         with self.launched(folder, self.run, self.project, self.nproc, **environment) as process:
             while process.poll() is None or find_marked_processes(str(folder)):
-                if time.monotonic() > float(read(folder / "fired") or "inf") + LIMIT:
+                if time.monotonic() > min(deadline, float(read(folder / "fired") or "inf") + LIMIT):
                     break
                 time.sleep(0.05)
             ended, left = time.monotonic(), [f"process {pid}" for pid in find_marked_processes(str(folder))]
         fired, log = read(folder / "fired"), f"{folder}: exit code {process.returncode}\n{read(folder / 'log')}"
         (self.run.parent / "ballast").unlink(missing_ok=True)  # The disk has room again.
+        outcome = Outcome(fault, self.strategy, ended - float(fired or ended), {"fired": "" if fired else log})
         if not fired:
-            return Outcome(fault, self.strategy, wrong={"fired": log})
-        outcome = Outcome(fault, self.strategy, ended - float(fired))
+            return outcome
         goes_on = fault.kind in SURVIVED or self.restarts > 0
-        if left or (process.returncode == 0) != goes_on:
-            outcome.wrong["ended"] = log
+        has_ended = not left and (process.returncode == 0) == goes_on
         messages = () if goes_on else MESSAGES[fault.kind][: None if self.nproc > 1 else 1]
         values = {"rank": fault.rank, "run": re.escape(str(self.run))}
-        if not all(re.search(message.format(**values), log, re.MULTILINE) for message in messages):
-            outcome.wrong["named"] = log
+        named = [re.search(message.format(**values), log, re.MULTILINE) for message in messages]
         files = [*(folder / "tmp").iterdir(), *(folder / "shm").iterdir()]
-        if left := [*left, *(str(path) for path in files if not path.name.startswith(PYTORCH_CACHE))]:
-            outcome.wrong["clean"] = f"{folder} leaves {left}"
+        left += [str(path) for path in files if not path.name.startswith(PYTORCH_CACHE)]
+        outcome.checks["ended"] = "" if has_ended else log
+        outcome.checks |= {"named": "" if all(named) else log} if messages else {}
+        outcome.checks["clean"] = f"{folder} leaves {left}" if left else ""
         return outcome
 
     def check_same(self) -> None:
@@ -212,6 +219,11 @@ class Chain:
 def read(path: Path) -> str:
     """Return the content of a file, or nothing if there is none."""
     return path.read_text() if path.exists() else ""
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Return the complete checkpoints of a run."""
+    return [path for path in run.glob("checkpoints/step-*") if path.suffix in (".pt", ".dcp")]
 
 
 def comparable(run: Path) -> list[dict[str, Any]]:
@@ -251,7 +263,7 @@ def other_faults(launcher: str) -> Chain:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return how many faults of each kind, strategy and phase passed each check."""
+    """Return how many faults of each kind, strategy and phase passed each check, and how many had it."""
     columns = ("fired", "ended", "named", "clean", "bitwise", "other")
     rows = [f"{'':20}" + "".join(f"{column:>9}" for column in ("faults", *columns, "median s", "max s"))]
     groups: dict[str, list[Outcome]] = {}
@@ -260,10 +272,13 @@ def table(outcomes: list[Outcome]) -> str:
             groups.setdefault(name, []).append(outcome)
     for name in sorted(groups, key=["all", *MESSAGES, *SURVIVED, *CHOICES["parallelism"], *PHASES].index):
         group = groups[name]
-        seconds = [outcome.seconds for outcome in group if outcome.seconds is not None] or [0.0]
-        counts = [len(group), *(sum(column not in outcome.wrong for outcome in group) for column in columns)]
-        figures = "".join(f"{count:9}" for count in counts)
-        rows.append(f"{name:20}{figures}{statistics.median(seconds):9.1f}{max(seconds):9.1f}")
+        seconds = [outcome.seconds for outcome in group]
+        cells = [str(len(group))]
+        for column in columns:
+            found = [outcome.checks[column] for outcome in group if column in outcome.checks]
+            cells.append(f"{found.count('')}/{len(found)}" if found else "")
+        cells += [f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
+        rows.append(f"{name:20}" + "".join(f"{cell:>9}" for cell in cells))
     return "\n".join(rows)
 
 
