@@ -140,6 +140,11 @@ def run_architecture(command: Command) -> None:
         assert "upward: none" in command.run(command.text.replace("PROJECT", folder)).stdout
 
 
+def run_faults(command: Command) -> None:
+    """Run the program for a single kill."""
+    command.run(re.sub(r"--kills \d+ --others", "--kills 1", command.text))
+
+
 def make(command: Command) -> None:
     """Let make plan the target; tests/test_project.py makes the targets, which takes minutes."""
     planned = command.run(re.sub(r"\bmake\b", "make -nB", command.text)).stdout
@@ -268,6 +273,7 @@ RULES = {
     "cookiecutter": Rule("run", run_cookiecutter),
     **dict.fromkeys(("mkdir", "python", "pgrep", "ss"), Rule("run", run_as_shown)),
     "architecture.py": Rule("run", run_architecture),
+    "chaos.py": Rule("run", run_faults),
     "pytest": Rule("run", run_pytest),
     "cd": Rule("check", change_directory),
     "make": Rule("check", make),

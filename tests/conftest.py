@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with isolate(tmp_path_factory.mktemp("cookiecutter")):
+        yield
+
+
+@contextmanager
+def isolate(folder: Path) -> Iterator[None]:
     """Hide the user's cookiecutter defaults, and the environment of a launcher, from the rendered projects."""
-    folder = tmp_path_factory.mktemp("cookiecutter")
     config = folder / "config.yaml"
     config.write_text(f"cookiecutters_dir: {folder}/templates\nreplay_dir: {folder}/replay\n")
     with pytest.MonkeyPatch.context() as patch:

@@ -31,6 +31,26 @@ class Machine:
         """Run `ip` on this machine to configure its network, and return the output."""
         return subprocess.run(["ip", "-n", self.namespace, *words], check=True, capture_output=True, text=True).stdout
 
+    def lose_packets(self) -> None:
+        """Lose one in eight of the packets that leave this machine, by the numbers that TCP gives them.
+
+        Not by netem, which many kernels lack: packets are sent into a device that is not up.
+        """
+        self.ip("link", "add", "sink", "type", "ifb")
+        for words in (
+            "qdisc add dev wire clsact",
+            "filter add dev wire egress protocol ip u32 match u16 6 0xe at 4 action mirred egress redirect dev sink",
+        ):
+            subprocess.run(["ip", "netns", "exec", self.namespace, "tc", *words.split()], check=True)
+
+    def retransmitted(self) -> int:
+        """Return how many segments this machine has sent again."""
+        words = ["ip", "netns", "exec", self.namespace, "cat", "/proc/net/snmp"]
+        names, values = (
+            line.split() for line in subprocess.check_output(words, text=True).splitlines() if line.startswith("Tcp:")
+        )
+        return int(values[names.index("RetransSegs")])
+
     def start(self, *words: str | Path, cwd: Path, log: Path, **environment: str) -> subprocess.Popen[str]:
         """Start a command on this machine, with its output in ``log``, and return the process."""
         return subprocess.Popen(

@@ -239,6 +239,16 @@ def find_ranks(launcher: subprocess.Popen[str]) -> list[int]:
 
 
 @contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """Mount a disk of 3 MiB at a folder until the end of the ``with`` block; only root may."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@contextmanager
 def taken_port() -> Iterator[int]:
     """Listen at a port of this machine until the end of the ``with`` block, and yield the port."""
     with socket.create_server(("", 0)) as server:

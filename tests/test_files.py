@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Bake
-from runs import SHORT, alone, checkpoints, launch, losses, plant, records
+from runs import SHORT, alone, checkpoints, launch, losses, plant, records, small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -109,24 +108,19 @@ def test_a_filesystem_without_locks_is_used_with_a_warning(bake: Bake, tmp_path:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 3 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=True)
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "disk").mkdir()
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
-    project: Path, small_disk: Path, form: str
-) -> None:
-    run, ballast = small_disk / "run", small_disk / "ballast"
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(project: Path, disk: Path, form: str) -> None:
+    run, ballast = disk / "run", disk / "ballast"
     words = ["train", *SHORT, "--checkpoint.format", form, "--checkpoint.every_steps", "3", "--run.dir", run]
     alone(project, *words, "--train.max_steps", "3", "--model.width", "16")
-    free = shutil.disk_usage(small_disk).free
+    free = shutil.disk_usage(disk).free
     ballast.write_bytes(b"x" * (free - 100_000))
     full = alone(project, *words, "--model.width", "16", expect=2)
     (error,) = (line for line in full.stderr.splitlines() if line.startswith("error: "))

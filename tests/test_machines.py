@@ -77,6 +77,16 @@ def test_a_run_resumes_after_the_link_is_cut(
     assert_no_processes_left(machines)
 
 
+def test_a_lossy_link_only_costs_time(baked: Bake, machines: Machines, expected: list[float], tmp_path: Path) -> None:
+    for machine in machines:
+        machine.lose_packets()
+    launchers = start_on_both(machines, baked(), *TRAIN, "--run.dir", tmp_path / "run", logs=tmp_path)
+    assert wait_for_exit(launchers) == [0, 0], (tmp_path / "0.log").read_text()
+    assert sum(machine.retransmitted() for machine in machines) >= STEPS
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=TOLERANCE)
+    assert_no_processes_left(machines)
+
+
 def test_torchrun_restarts_the_ranks_of_both_machines_when_one_is_killed(
     baked: Bake,
     machines: Machines,
