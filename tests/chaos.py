@@ -247,8 +247,9 @@ def plan(kills: int, seed: int, length: int = 12) -> Iterator[Chain]:
             faults.append(Fault(kind, phase, rank, draw.randint(1, 3)))
         left -= length
         launcher = CHOICES["launcher"][(number + number // len(CYCLE)) % 2]
-        form = "sharded" if number % 4 == 1 else "full"
-        yield Chain(strategy, launcher, faults, 0.1 * (number % 3 > 0), int(number % 5 == 4), form)
+        form = "sharded" if number % 3 == 1 else "full"
+        # The first chain of a strategy is compared with other layouts, the second one has dropout.
+        yield Chain(strategy, launcher, faults, 0.1 * (number // len(CYCLE) % 2), int(number % 5 == 4), form)
 
 
 def other_faults(launcher: str) -> Chain:
