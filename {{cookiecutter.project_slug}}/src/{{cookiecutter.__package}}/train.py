@@ -58,7 +58,10 @@ class Trainer:
         run_dir = Path(config.run.dir)
         self.checkpointer = Checkpointer(self.parallel.module, asdict(config), run_dir, config.checkpoint, process)
         register = self.checkpointer.register
-        self.sampler, self.loader = build_train_loader(train_set, self.parallel, config.data, config.run.seed, register)
+        self.stop = StopSignal(config.distributed.agree_seconds)
+        self.sampler, self.loader = build_train_loader(
+            train_set, self.parallel, config.data, config.run.seed, register, self.stop.agree
+        )
         planned_steps, self.total_steps = count_steps(self.sampler.steps_per_epoch, config.train, config.optim)
         self.optimizer = build_optimizer(self.parallel.module, config.optim, register)
         self.scheduler = Schedule(self.optimizer, config.optim, planned_steps)
@@ -67,12 +70,11 @@ class Trainer:
         register("scaler", self.scaler)
         self.guard = FiniteGuard(self.parallel.module, process.device, config.train.on_nonfinite, self.scaler)
 
-        self.stop = StopSignal(config.distributed.agree_seconds)
         self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree, self.loader)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
         self.progress = self.saved = Progress()
         self.first_step = 0
-        self.pace = Pace(self.parallel.module, config.data.global_batch_size, process.device)
+        self.pace = Pace(self.parallel.module, config.data.global_batch_size, process.device, self.sampler)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
@@ -196,6 +198,7 @@ class Trainer:
         dist.all_reduce(values)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
         record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr, "grad_norm": norm.item()}
+        record |= getattr(self.sampler, "metrics", {})
         self.tracker.log(record | self.guard.skipped | self.pace.measure(self.progress.step))
 
     def evaluate(self) -> None:

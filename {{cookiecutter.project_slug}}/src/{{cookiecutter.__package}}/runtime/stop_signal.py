@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -27,6 +27,8 @@ from ..launch import STOP_SIGNALS
 # Signals that repeat within this time count as one: Slurm signals all processes of a job, a shell a process group, and
 # a launcher among them forwards the signal.
 SECONDS_OF_ONE_SIGNAL = 5.0
+# Wraps some steps, and is called equally often on every rank; it may raise to stop: ``StopSignal.agree``, for example.
+Context = Callable[[], AbstractContextManager[None]]
 
 
 class Stopped(Exception):
