@@ -204,7 +204,11 @@ class Experience:
         return {"layout": self.layout(), **collected, "environments": [states[number] for number in sorted(states)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore this rank's share of what any number of ranks saved. Rejects another layout."""
+        """Restore this rank's share of what any number of ranks saved. Rejects another layout.
+
+        Raises:
+            ValueError: if an environment does not repeat its episode, or experience is missing.
+        """
         for name, value in self.layout().items():
             if state["layout"][name] != value:
                 raise UserError(
@@ -213,9 +217,12 @@ class Experience:
                 )
         self.environments.restore(state["environments"])
         self.rollout, self.environment_steps = state["rollout"], state["environment_steps"]
+        self.advantage_statistics = None
         if self.rollout >= 0:
             own = [state["environments"][number]["experience"] for number in self.numbers]
             self.own = {name: torch.stack([each[name] for each in own]) for name in (*SAMPLE, *EPISODE)}
+            if any(values.shape[1] != self.control.steps for values in self.own.values()):
+                raise ValueError(f"the experience has not {self.control.steps} steps of each environment")
 
     def layout(self) -> dict[str, Any]:
         """Return the settings that the saved state depends on: a saved episode would be another one with others."""

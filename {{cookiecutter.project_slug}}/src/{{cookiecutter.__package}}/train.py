@@ -72,7 +72,7 @@ class Trainer:
 
         self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree, self.loader)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
-        self.progress = self.saved = Progress()
+        self.progress, self.saved = Progress(), Progress()
         self.first_step = 0
         self.pace = Pace(self.parallel.module, config.data.global_batch_size, process.device, self.sampler)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
