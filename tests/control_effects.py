@@ -103,6 +103,14 @@ def environment(lab: Lab) -> None:
     assert not refused and seen[0]["observation"].shape[2] == 6
 
 
+@shows("control.max_episode_steps")
+def max_episode_steps(lab: Lab) -> None:
+    trainer = lab.trainer("--control.max_episode_steps", "5")
+    next(batches(trainer, 1))
+    assert trainer.sampler.metrics["max_return"] == 5
+    assert trainer.evaluator()["max_return"] == 5
+
+
 @shows("control.environments")
 def environments(lab: Lab) -> None:
     trainer = lab.trainer("--control.environments", "8")

@@ -181,23 +181,72 @@ PROJECT = {
     ),
     "advantages are normalized by each rank": Mutant(
         SRC + "splitting/experience.py",
-        "sum(self.gather(torch.stack(sums)).values())",
-        "torch.stack(sums) * self.strategy.dp_size",
+        "(sum(sums) / self.batch_size)",
+        "(self.sum_advantages() * self.policy.strategy.dp_size / self.batch_size)",
         SPLIT,
         CONTROL,
     ),
     "an episode that is cut off ends": Mutant(
         SRC + "splitting/experience.py",
-        "following_values, terminated, ended, self.control",
-        "following_values, ended, ended, self.control",
+        '("reward", "value", "next_value", "terminated", "done")',
+        '("reward", "value", "next_value", "done", "done")',
         "test_dataset.py::cut_off",
         CONTROL,
     ),
     "a resumed environment starts its episode anew": Mutant(
         SRC + "splitting/environments.py",
-        "            for action in actions:",
+        "            for action in self.actions[index]:",
         "            for action in []:",
         "test_dataset.py::saved_is_restored",
+        CONTROL,
+    ),
+    "an environment changes the action that is recorded": Mutant(
+        SRC + "splitting/environments.py",
+        "enumerate(valid.copy())",
+        "enumerate(valid)",
+        "test_dataset.py::were_taken_are_repeated",
+        CONTROL,
+    ),
+    "a resumed environment may be another": Mutant(
+        SRC + "splitting/environments.py",
+        'if not is_same or self.returns[index] != state["return"]:',
+        "if False:",
+        "test_dataset.py::does_not_repeat",
+        CONTROL,
+    ),
+    "an earlier epoch collects anew": Mutant(
+        SRC + "splitting/experience.py",
+        "        if rollout < self.rollout:\n            return\n        if rollout > self.rollout:",
+        "        if rollout != self.rollout:",
+        "test_dataset.py::earlier_experience",
+        CONTROL,
+    ),
+    "a stopped collection saves the environments as they are": Mutant(
+        SRC + "splitting/experience.py",
+        "own = self.snapshot or self.environments.state()",
+        "own = self.environments.state()",
+        "test_dataset.py::stopped_is_repeated",
+        CONTROL,
+    ),
+    "a reward that is not finite is trained on": Mutant(
+        SRC + "splitting/experience.py",
+        "if problem := next(filter(None, problems), None):",
+        "if problem := None:",
+        "test_dataset.py::not_finite",
+        CONTROL,
+    ),
+    "an action is not mapped to its bounds": Mutant(
+        SRC + "splitting/environments.py",
+        "np.where(is_bounded, rescaled, given)",
+        "given",
+        "test_dataset.py::finite_bounds",
+        CONTROL,
+    ),
+    "the last frame is missing": Mutant(
+        SRC + "evaluate.py",
+        "                    if playing[0]:\n                        film()\n",
+        "                    if playing[0] and not (terminated | truncated)[0]:\n                        film()\n",
+        "test_dataset.py::whole_first_episode",
         CONTROL,
     ),
     "each rank plays every episode": Mutant(
@@ -253,8 +302,8 @@ PROJECT = {
     ),
     "one checkpoint too many is kept": Mutant(
         SRC + "checkpoint/checkpointer.py",
-        "(run_dir)[:-keep]",
-        "(run_dir)[: -keep - 1]",
+        "own[:-keep]",
+        "own[: -keep - 1]",
         "test_training.py::and_the_best",
     ),
     "the best checkpoint is removed": Mutant(
@@ -417,8 +466,8 @@ TEMPLATE = {
     ),
     "state that cannot be restored is a crash": Mutant(
         PACKAGE + "checkpoint/loading.py",
-        "    except Exception as reason:",
-        "    except AssertionError as reason:",
+        "    except Exception as error:  # Whatever",
+        "    except AssertionError as error:  # Whatever",
         "test_hostile.py::damaged_and_crafted and full",
     ),
     "a shard may be anywhere": Mutant(
@@ -436,8 +485,8 @@ TEMPLATE = {
     # The end of a run
     "torchrun reports what its ranks have reported": Mutant(
         "templates/launcher/torchrun/agent.py",
-        "except (ChildFailedError, SignalException):",
-        "except SignalException:",
+        "except ChildFailedError:",
+        "except DistError:",
         "test_stop.py::that_ranks_find and torchrun",
     ),
     "a loader process ends for anyone": Mutant(

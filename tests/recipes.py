@@ -1,6 +1,7 @@
 """Applies the recipes of a rendered project's ``docs/`` as a reader would: a sentence says what to do with each block.
 
-    Replace `configs/default.yaml` with:             the whole file, which may be new
+    Replace `configs/default.yaml` with:             the whole file
+    Create `src/my_experiment/reach.py`:             a new file
     In `src/my_experiment/model.py`, replace `X`:    a function, a class or a constant, by name
     In `src/my_experiment/optim.py`, add:            at the end of the file
     In `src/my_experiment/evaluate.py`, replace:     some lines, by those in the block after "with:"
@@ -21,6 +22,7 @@ from pathlib import Path
 BLOCK = r"\n\n```\w+\n(?P<code>.*?)```\n"
 SENTENCE = re.compile(
     r"^(?:Replace `(?P<file>[^`]+)` with"
+    r"|Create `(?P<new_file>[^`]+)`"
     r"|In `(?P<named_in>[^`]+)`, replace `(?P<name>[^`]+)`"
     r"|In `(?P<added_to>[^`]+)`, add"
     r"|In `(?P<lines_in>[^`]+)`, replace):" + BLOCK + r"(?:\nwith:\n\n```\w+\n(?P<new>.*?)```\n)?",
@@ -43,10 +45,11 @@ def apply(recipe: Path, project: Path) -> list[Edit]:
     blocks = len(re.findall(r"^```(?:python|yaml|toml)$", text, re.MULTILINE))
     edits = []
     for found in SENTENCE.finditer(text):
-        path = next(filter(None, found.group("file", "named_in", "added_to", "lines_in")))
+        path = next(filter(None, found.group("file", "new_file", "named_in", "added_to", "lines_in")))
         file, code = project / path, found["code"]
         before = file.read_text() if file.exists() else ""
-        if found["file"]:
+        assert not (found["new_file"] and before), f"{recipe.name}: {path} exists"
+        if found["file"] or found["new_file"]:
             after = code
         elif found["named_in"]:
             after = replace_name(before, found["name"], code)

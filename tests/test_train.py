@@ -147,6 +147,18 @@ def test_each_record_says_which_rank_is_slow_and_how_much_memory_is_used(
     assert 50 < record["memory_mib"] <= record["peak_memory_mib"] < 5000
 
 
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_each_record_says_which_rank_has_slow_environments(bake: Bake, tmp_path: Path, parallelism: str) -> None:
+    project = bake(parallelism=parallelism, task="control")
+    line = "        observations, rewards, terminated, truncated, _ = self.vector.step(valid)\n"
+    plant(project, "splitting/environments.py", line, "time.sleep(0.05 * torch.distributed.get_rank())")
+    # Each record is about one collection of 16 steps, and 12 steps of the optimizer.
+    words = "--train.log_every 12 --train.max_steps 36 --distributed.device cpu".split()
+    launch(project, "train", *words, "--run.dir", tmp_path / "run")
+    for record in records(tmp_path / "run", "train")[1:]:
+        assert record["slowest_rank"] == 1 and record["behind_ms"] == pytest.approx(1000 * 0.05 * 16 / 12, rel=0.5)
+
+
 def test_a_run_records_its_commit_and_the_throughput_of_all_ranks(bake: Bake, tmp_path: Path) -> None:
     project = bake()
     edit(project, "reporting/pace.py", "import time\n", CLOCK)

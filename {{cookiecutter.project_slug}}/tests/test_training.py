@@ -200,9 +200,9 @@ def test_the_curves_show_what_was_logged(finished: Finished, tmp_path: Path, mon
     module("reporting.metrics").draw_curves(finished.run / "metrics.jsonl", tmp_path / "a.png", dataset.BEST_METRIC)
     records = read_records(finished.run, "train")
     #:: if cookiecutter.__plays ::#
-    assert drawn["loss"] == [(record["step"], record["loss"]) for record in records]
+    assert drawn["training loss"] == [(record["step"], record["loss"]) for record in records]
     played = read_records(finished.run, "eval")
-    assert drawn["mean return"] == [(record["environment_steps"], record["mean_return"]) for record in played]
+    assert drawn["test mean return"] == [(record["environment_steps"], record["mean_return"]) for record in played]
     #:: else ::#
     assert drawn["training loss"] == [(record["step"], record["loss"]) for record in records]
     assert drawn[f"test {dataset.BEST_METRIC}"] == list(enumerate(finished.values, start=1))

@@ -24,6 +24,8 @@ from .strategy import LossFn, Strategy
 class Parallel(Strategy):
     """The model under FSDP2."""
 
+    waits_in_forward = True
+
     def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
         super().__init__(loss_fn, config, process, dp_rank=process.rank)
         prepare_blocks(blocks(model) or [model], config.train)

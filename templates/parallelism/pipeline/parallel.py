@@ -36,6 +36,8 @@ from .strategy import LossFn, Strategy
 class Parallel(Strategy):
     """This rank's stages of the model, and the schedule that runs them."""
 
+    waits_in_forward = True
+
     def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
         self.config = config.parallel
         # The data dimension is the inner one: averaging gradients sends more bytes than passing activations.

@@ -30,6 +30,8 @@ Replicated = tuple[nn.Module, str, Any]
 class Parallel(Strategy):
     """The model as DTensors: sharded where a block has a plan, replicated elsewhere."""
 
+    waits_in_forward = True
+
     def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
         layout = config.parallel
         shape = (layout.replicas, process.world_size // layout.replicas)

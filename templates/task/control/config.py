@@ -3,7 +3,10 @@ class ControlConfig:
     """Proximal policy optimization in an environment of Gymnasium. Its defaults solve CartPole-v1."""
 
     environment: str = "CartPole-v1"
-    """Id of the environment. Its observations are vectors, its actions discrete or continuous."""
+    """Id of the environment. Its observations are vectors, its actions discrete or continuous. evaluate takes this and
+    the next setting from the checkpoint."""
+    max_episode_steps: PositiveInt | None = None
+    """Steps after which an episode is cut off; null takes the limit that the environment was registered with."""
     environments: PositiveInt = 8
     """Copies of the environment, over all ranks together; a multiple of the number of ranks that share them."""
     steps: PositiveInt = 32
@@ -23,27 +26,42 @@ class ControlConfig:
     evaluation_episodes: PositiveInt = 100
     """Episodes per evaluation, over all ranks together, each with the most likely actions."""
     gif: str | None = None
-    """File for an animation of the first episode of each evaluation; null writes none."""
+    """File, *.gif, for an animation of the first episode of each evaluation; null writes none."""
 
     def check(self) -> None:
-        """Reject factors above 1."""
+        """Reject factors above 1, and a file that cannot be written."""
         for name in ("discount", "gae_lambda"):
             if getattr(self, name) > 1:
                 raise UserError(f"control.{name} is {getattr(self, name)}; give at most 1")
+        if self.gif is not None:
+            self.check_gif(self.gif)
+
+    def check_gif(self, path: str) -> None:
+        """Reject a name with another suffix, and a folder that can be neither written to nor created."""
+        if not path.endswith(".gif"):
+            raise UserError(f"control.gif is {path}; give a file whose name ends with .gif")
+        folder = os.path.dirname(os.path.abspath(path))
+        while not os.path.exists(folder):
+            folder = os.path.dirname(folder)
+        if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+            raise UserError(f"control.gif is {path}, which cannot be written; give a file in another folder")
 
     def check_batch(self, data: DataConfig, shares: int) -> None:
         """Reject environments that do not divide into equal shares, and unequal parts of them in a global batch."""
-        size, count = data.global_batch_size, self.environments
+        count, size = self.environments, data.global_batch_size
         if count % shares:
             fits = -(-count // shares) * shares
             raise UserError(
                 f"control.environments is {count}, which does not divide into {shares} share(s); {fits} would"
             )
         if size % count or self.steps % (size // count):
-            sizes = ", ".join(str(count * n) for n in range(1, self.steps + 1) if self.steps % n == 0)
+            divisors = [n for n in range(1, self.steps + 1) if self.steps % n == 0]
+            below = max((n for n in divisors if n * count < size), default=divisors[0])
+            above = min((n for n in divisors if n * count > size), default=divisors[-1])
+            fits = " or ".join(str(count * n) for n in sorted({below, above}))
             raise UserError(
                 f"data.global_batch_size is {size}, but a batch has equally many of the {self.steps} steps of each of "
-                f"{count} environments; {sizes} would do"
+                f"{count} environments; {fits} would do"
             )
         if data.num_workers:
             raise UserError(f"data.num_workers is {data.num_workers}; give 0: each rank steps its own environments")
@@ -69,8 +87,8 @@ class ModelConfig:
     """Modules that keep their initial weights nevertheless, for example [head]."""
 
     def check(self) -> None:
-        """Reject sizes that no environment has."""
-        if bool(self.actions) == bool(self.action_dims):
+        """Reject sizes that no environment has; before it is known, both are null."""
+        if bool(self.actions) == bool(self.action_dims) and self.actions is not None:
             raise UserError("model.actions and model.action_dims do not say which actions there are; leave both out")
 #:: if cookiecutter.__cuts_blocks ::#
 

@@ -3,6 +3,7 @@
 ``splitting/experience.py`` collects what the policy is trained on, and ``evaluate.py`` plays episodes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from .config import Config, ControlConfig, ModelConfig
+from .config import Config, ControlConfig, DataConfig, ModelConfig
 from .launch import check_spaces
-from .splitting import Experience, read_outputs
+from .runtime import Context
+from .splitting import Experience, Policy, read_outputs
 
 # The metric that selects the best checkpoint, and whether higher is better.
 BEST_METRIC, HIGHER_IS_BETTER = "mean_return", True
@@ -23,40 +25,56 @@ collate_fn = default_collate
 
 
 @dataclass
+class Rollouts:
+    """The training set: what the policy does in the environments. It depends on the model, so it builds its loader."""
+
+    control: ControlConfig
+    model: ModelConfig
+
+    def build_loader(
+        self, strategy: Any, data: DataConfig, seed: int, register: Callable[..., None], guard: Context
+    ) -> tuple[Experience, Experience]:
+        """Make this rank's environments; returns the sampler and the loader of its share of each global batch."""
+        policy, functions = Policy(strategy, self.model), (estimate_advantages, aggregate_metrics)
+        experience = Experience(self.control, policy, data.global_batch_size, seed, guard, *functions)
+        register("experience", experience)
+        return experience, experience
+
+
+@dataclass
 class Episodes:
     """The test set: episodes, numbered over all ranks; each has a seed of its own and is played to its end once."""
 
     control: ControlConfig
     model: ModelConfig
-    experience: Experience
 
     def __len__(self) -> int:
         return self.control.evaluation_episodes
 
 
-def build_datasets(config: Config) -> tuple[Experience, Episodes]:
-    """Return the experience to train on, and the episodes to evaluate on; reject a model for another environment."""
-    check_spaces(config.control.environment, config.model)
-    experience = Experience(config.control, config.model, estimate_advantages)
-    return experience, Episodes(config.control, config.model, experience)
+def build_datasets(config: Config) -> tuple[Rollouts, Episodes]:
+    """Return what to train on, and the episodes to evaluate on; reject a model for another environment."""
+    check_spaces(config.control, config.model)
+    return Rollouts(config.control, config.model), Episodes(config.control, config.model)
 
 
 def estimate_advantages(
-    rewards: Tensor, values: Tensor, following: Tensor, terminated: Tensor, ended: Tensor, config: ControlConfig
+    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, config: ControlConfig
 ) -> Tensor:
     """Return how much better than expected each action was (Schulman et al. 2016, arXiv:1506.02438, equation 16).
 
     Args:
         rewards: Of shape (environments, steps), like all others.
         values: What the critic expects before each step.
-        following: What it expects after each step.
+        next_values: What it expects after each step.
         terminated: Whether nothing follows the step.
-        ended: Whether the step is the last of its episode.
+        done: Whether the step is the last of its episode.
+        config: The discount factor, and lambda.
     """
-    errors = rewards + config.discount * following * ~terminated - values
-    advantages, advantage = torch.empty_like(errors), torch.zeros(len(errors))
-    for step in reversed(range(errors.shape[1])):
-        advantage = errors[:, step] + config.discount * config.gae_lambda * ~ended[:, step] * advantage
+    td_errors = rewards + config.discount * next_values * ~terminated - values
+    advantages, advantage = torch.empty_like(td_errors), torch.zeros(len(td_errors))
+    for step in reversed(range(td_errors.shape[1])):
+        advantage = td_errors[:, step] + config.discount * config.gae_lambda * ~done[:, step] * advantage
         advantages[:, step] = advantage
     return advantages
 
@@ -82,7 +100,7 @@ def loss_fn(outputs: Tensor, targets: dict[str, Any]) -> tuple[dict[str, Tensor]
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "kl": (ratio - 1 - log_ratio).sum(),
+        "kl": (torch.expm1(log_ratio) - log_ratio).sum(),  # Not ratio - 1, whose rounding errors may be larger.
         "clip_fraction": ((ratio - 1).abs() > clip).sum().float(),
     }
     return losses, len(outputs)

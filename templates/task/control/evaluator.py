@@ -1,10 +1,8 @@
-STEPS_PER_MESSAGE = 32  # The ranks ask each other only so often whether any still plays.
-
-
 class Evaluator:
     """Plays all episodes of the test set with the most likely actions, each once, each time it is called.
 
     ``guard`` returns a context manager for some steps, entered equally often on every rank; it may raise to stop.
+    ``experience`` is what was trained on so far.
     """
 
     def __init__(
@@ -14,10 +12,13 @@ class Evaluator:
         config: DataConfig,
         seed: int,
         guard: Context = nullcontext,
-        _: Any = None,
+        experience: Any = None,
     ) -> None:
         self.episodes, self.parallel, self.seed, self.guard = episodes, parallel, seed, guard
         self.policy, self.batch_size = Policy(parallel, episodes.model), config.eval_batch_size
+        self.experience = experience
+        self.frames: list[Image.Image] = []
+        self.frames_per_second = 30.0
 
     def __call__(self) -> dict[str, Any]:
         """Return ``num_samples`` and ``dataset.aggregate_metrics``, the same on every rank; a collective."""
@@ -28,7 +29,9 @@ class Evaluator:
         # One message of a few arrays per rank; ranks with the same share have played the same episodes.
         shares = all_gather_object(own if self.policy.is_first else {name: values[:0] for name, values in own.items()})
         metrics = merge(shares, len(self.episodes))
-        progress = {"environment_steps": self.episodes.experience.environment_steps}
+        if self.episodes.control.gif is not None:
+            on_main(self.save_gif)
+        progress = {"environment_steps": self.experience.environment_steps} if self.experience else {}
         return {"num_samples": len(self.episodes), **dataset.aggregate_metrics(metrics), **progress}
 
     def play_share(self) -> Metrics:
@@ -47,30 +50,36 @@ class Evaluator:
         """Play episodes at the same time, until no rank plays any more."""
         control = self.episodes.control
         is_filmed = control.gif is not None and self.parallel.dp_rank == 0 and numbers[0] == 0 and self.policy.is_first
-        make = partial(make_environment, control.environment)
-        first = partial(make, render_mode="rgb_array" if is_filmed else None)
-        vector = SyncVectorEnv([first, *[make] * (len(numbers) - 1)])  # It resets environments that have ended.
-        observations, _ = vector.reset(seed=[derive_seed(self.seed, "evaluation", number) for number in numbers])
+        first = partial(make_environment, control, render_mode="rgb_array" if is_filmed else None)
+        others = [partial(make_environment, control)] * (len(numbers) - 1)
+        vector = SyncVectorEnv([first, *others])  # It resets environments that have ended.
+        seeds: list[int | None] = [derive_seed(self.seed, "evaluation", number) for number in numbers]
+        observations, _ = vector.reset(seed=seeds, options={})  # As in training.
         playing, returns, lengths = np.full(len(numbers), True), np.zeros(len(numbers)), np.zeros(len(numbers), int)
-        frames: list[Any] = []
+        film = partial(self.film, vector) if is_filmed else lambda: None
+        film()
         while any(all_gather_object(bool(playing.any()))):
             with self.guard():
                 for _ in range(STEPS_PER_MESSAGE):
-                    if is_filmed and playing[0]:
-                        frames.append(vector.envs[0].render())
                     policy, _ = self.policy(to_tensor(observations))
                     actions = to_valid(policy.mode, vector.single_action_space)
                     observations, rewards, terminated, truncated, _ = vector.step(actions)
+                    if playing[0]:
+                        film()
                     returns, lengths = returns + rewards * playing, lengths + playing
                     playing &= ~(terminated | truncated)
-        if is_filmed:
-            save_gif(Path(str(control.gif)), frames, vector.metadata.get("render_fps", 30))
         vector.close()
         return {"index": np.array(numbers), "return": returns, "length": lengths}
 
+    def film(self, vector: SyncVectorEnv) -> None:
+        """Add a frame of the first environment, in 256 colors, as the file has them."""
+        frame: Any = vector.envs[0].render()
+        self.frames.append(Image.fromarray(frame).quantize())
+        self.frames_per_second = vector.metadata.get("render_fps", 30)
 
-def save_gif(path: Path, frames: list[Any], frames_per_second: float) -> None:
-    """Save the frames of an episode as an animation."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    first, *others = map(Image.fromarray, frames)
-    first.save(path, save_all=True, append_images=others, duration=round(1000 / frames_per_second), loop=0)
+    def save_gif(self) -> None:
+        """Save the first episode as an animation."""
+        (first, *others), self.frames = self.frames, []
+        options: dict[str, Any] = {"duration": round(1000 / self.frames_per_second), "loop": 0}
+        write = partial(first.save, format="GIF", save_all=True, append_images=others, **options)
+        write_atomically(Path(str(self.episodes.control.gif)), write)

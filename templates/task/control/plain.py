@@ -22,7 +22,7 @@ class World:
 
     def __init__(self, config: Any, number: int) -> None:
         self.config, self.number, self.episode = config, number, 0
-        self.environment = gymnasium.make(config.control.environment)
+        self.environment = make(config)
         self.observation = self.reset()
 
     def reset(self) -> Tensor:
@@ -41,17 +41,18 @@ class World:
             log_probs = torch.stack(logits).log_softmax(dim=0)
             ends = log_probs.exp().cumsum(dim=0).tolist()
             action = next((i for i, end in enumerate(ends[:-1]) if noise < end), len(ends) - 1)
-            following, reward, terminated, truncated, _ = self.environment.step(action)
-            observation, after = self.observation, torch.as_tensor(following, dtype=torch.float32)
-            expected = 0.0 if terminated else float(model(after[None])[0, -1])
-            error = float(reward) + control.discount * expected - float(value)
-            steps.append((observation, action, log_probs[action], value, error, terminated or truncated))
-            self.observation = self.reset() if terminated or truncated else after
+            reached, reward, terminated, truncated, _ = self.environment.step(action)
+            observation, next_observation = self.observation, torch.as_tensor(reached, dtype=torch.float32)
+            next_value = 0.0 if terminated else float(model(next_observation[None])[0, -1])
+            td_error = float(reward) + control.discount * next_value - float(value)
+            done = terminated or truncated
+            steps.append((observation, action, log_probs[action], value, td_error, done))
+            self.observation = self.reset() if done else next_observation
         return [sample(steps[i:], control.discount * control.gae_lambda) for i in range(len(steps))]
 
 
 def sample(steps: Sequence[Any], decay: float) -> dict[str, Any]:
-    """Return the first of some steps, with its advantage: the decaying sum of the errors up to the episode's end."""
+    """Return the first of some steps; its advantage is the decaying sum of the errors up to the episode's end."""
     observation, action, log_prob, value, *_ = steps[0]
     length = next((i for i, step in enumerate(steps, start=1) if step[-1]), len(steps))
     advantage = torch.tensor(sum(decay**i * step[4] for i, step in enumerate(steps[:length])))
@@ -62,7 +63,7 @@ def sample(steps: Sequence[Any], decay: float) -> dict[str, Any]:
 @torch.no_grad()
 def play(model: nn.Module, config: Any) -> dict[str, np.ndarray]:
     """Return the metrics of all evaluation episodes, played one after another."""
-    environment, played = gymnasium.make(config.control.environment), []
+    environment, played = make(config), []
     for number in range(config.control.evaluation_episodes):
         observation, _ = environment.reset(seed=hashed(config.run.seed, "evaluation", number))
         rewards, is_over = [], False
@@ -73,6 +74,11 @@ def play(model: nn.Module, config: Any) -> dict[str, np.ndarray]:
             is_over = terminated or truncated
         played.append((sum(rewards), len(rewards)))
     return dict(zip(("return", "length"), np.array(played).T, strict=True))
+
+
+def make(config: Any) -> Any:
+    """Return the environment of the run."""
+    return gymnasium.make(config.control.environment, max_episode_steps=config.control.max_episode_steps)
 
 
 def generator(*key: int | str) -> torch.Generator:

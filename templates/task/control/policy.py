@@ -38,17 +38,18 @@ class Policy:
     """The model as a policy, which each rank can ask about the environments that it steps.
 
     Ranks that share the samples of a batch, because each holds a part of the model, step the same environments. Only
-    some of them hold the outputs; the others get them by an all-reduce, so that all do the same.
+    some of them hold the outputs; the first of these broadcasts them, so that all do the same.
     """
 
     def __init__(self, strategy: Any, config: ModelConfig) -> None:
         assert config.actions is not None and config.action_dims is not None
-        self.strategy, self.is_discrete = strategy, config.action_dims == 0
+        self.strategy, self.action_dims, self.is_discrete = strategy, config.action_dims, config.action_dims == 0
         self.columns = config.actions + 2 * config.action_dims + 1
         shares = all_gather_object(strategy.dp_rank) if dist.is_initialized() else [0]
         groups = [[rank for rank, share in enumerate(shares) if share == wanted] for wanted in sorted(set(shares))]
         self.is_first = not dist.is_initialized() or dist.get_rank() in [group[0] for group in groups]
         self.group: dist.ProcessGroup | None = None
+        self.source: int | None = None  # The rank in the group that holds the outputs; known from the first call on.
         if any(len(group) > 1 for group in groups):
             self.group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")
 
@@ -59,8 +60,16 @@ class Policy:
         A collective: all ranks have to call it equally often.
         """
         outputs = self.strategy.predict(observations.to(self.strategy.device))
-        if self.group is None:
-            return read_outputs(outputs.cpu(), self.is_discrete)
-        known = torch.full((len(observations), self.columns), -torch.inf) if outputs is None else outputs.float().cpu()
-        dist.all_reduce(known, dist.ReduceOp.MAX, self.group)
-        return read_outputs(known, self.is_discrete)
+        if self.group is not None:
+            outputs = self.broadcast(outputs, len(observations))
+        return read_outputs(outputs.cpu(), self.is_discrete)
+
+    def broadcast(self, outputs: Tensor | None, length: int) -> Tensor:
+        """Return the outputs on each rank of the group, whether it holds them or not."""
+        if self.source is None:
+            holders: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(holders, outputs is not None, self.group)
+            self.source = holders.index(True)
+        everywhere = torch.empty(length, self.columns) if outputs is None else outputs.float().cpu()
+        dist.broadcast(everywhere, group=self.group, group_src=self.source)
+        return everywhere

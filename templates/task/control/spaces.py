@@ -9,25 +9,66 @@ from ..config import ControlConfig, ModelConfig, UserError
 from .environment import exit_with_error
 
 
-def make_environment(name: str, render_mode: str | None = None) -> Any:
-    """Make one environment; reject a wrong name, one whose packages are missing, and one that cannot render."""
+def make_environment(control: ControlConfig, render_mode: str | None = None) -> Any:
+    """Make one environment; wrappers belong here."""
+    options = {} if render_mode is None else {"render_mode": render_mode}
+    limit = control.max_episode_steps
+    return gymnasium.make(control.environment, max_episode_steps=limit, disable_env_checker=True, **options)
+
+
+def try_environment(control: ControlConfig) -> Any:
+    """Make, reset and close an environment; reject one that fails in it, or that no run could repeat or end."""
+    name = control.environment
     try:
-        environment = gymnasium.make(name, render_mode=render_mode, disable_env_checker=True)
-        if render_mode is not None:
-            environment.reset()
-            environment.render()
-    except (gymnasium.error.Error, ImportError) as error:
-        raise UserError(f"control.environment is {name}: {' '.join(str(error).split())}") from None
-    if environment.render_mode != render_mode:
-        raise UserError(f"control.environment is {name}, which cannot render to an array; leave control.gif out")
+        environment = make_environment(control)
+        environment.reset(seed=0)
+        environment.close()
+    except Exception as error:  # It may be anybody's code.
+        raise UserError(
+            f"control.environment is {name}, which cannot be made: {describe_error(error)}; "
+            "gymnasium.pprint_registry() lists those that are installed"
+        ) from None
+    spec = environment.spec
+    if spec.nondeterministic:
+        raise UserError(
+            f"control.environment is {name}, which is registered as nondeterministic: a resumed run could not repeat "
+            "its episodes; choose another, or make it depend on its seed and the actions alone"
+        )
+    if spec.max_episode_steps is None:
+        raise UserError(
+            f"control.environment is {name}, whose episodes have no time limit: an evaluation might never end; give "
+            "--control.max_episode_steps"
+        )
     return environment
 
 
-def measure_spaces(name: str) -> dict[str, int]:
-    """Return the sizes that the model needs for an environment, by setting; reject spaces that it cannot take."""
-    environment = make_environment(name)
+def check_render(control: ControlConfig) -> None:
+    """Reject an environment that cannot be filmed, if it is to be."""
+    if control.gif is None:
+        return
+    try:
+        environment = make_environment(control, render_mode="rgb_array")
+        environment.reset(seed=0)
+        problem = None if environment.render() is not None else "it returns no array"
+        environment.close()
+    except Exception as error:
+        problem = describe_error(error)
+    if problem:
+        raise UserError(
+            f"control.environment is {control.environment}, which cannot render to an array: {problem}; leave "
+            "control.gif out"
+        )
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def measure_spaces(control: ControlConfig) -> dict[str, int]:
+    """Return the sizes that the model needs for the environment, by setting; reject spaces that it cannot take."""
+    name, environment = control.environment, try_environment(control)
     observations, actions = environment.observation_space, environment.action_space
-    environment.close()
     if not isinstance(observations, Box) or len(observations.shape) != 1:
         raise UserError(
             f"control.environment is {name}, whose observations are {describe(observations)}; the model takes vectors: "
@@ -52,21 +93,26 @@ def describe(space: Any) -> str:
 def complete_settings(control: ControlConfig, model: ModelConfig) -> None:
     """Set the sizes of the model that are null to those of the environment; exit if that cannot be trained on."""
     try:
-        if control.gif is not None:
-            make_environment(control.environment, render_mode="rgb_array").close()
-        for name, size in measure_spaces(control.environment).items():
+        sizes = measure_spaces(control)
+        for name, size in sizes.items():
             if getattr(model, name) is None:
                 setattr(model, name, size)
-        check_spaces(control.environment, model)
+        check_sizes(sizes, control, model)
+        check_render(control)
     except UserError as error:
         exit_with_error(str(error))
 
 
-def check_spaces(name: str, model: ModelConfig) -> None:
+def check_spaces(control: ControlConfig, model: ModelConfig) -> None:
     """Reject the settings of a model for another environment."""
-    for size, value in measure_spaces(name).items():
+    check_sizes(measure_spaces(control), control, model)
+
+
+def check_sizes(sizes: dict[str, int], control: ControlConfig, model: ModelConfig) -> None:
+    """Reject a model that has not the sizes of its environment."""
+    for size, value in sizes.items():
         if getattr(model, size) != value:
             raise UserError(
-                f"control.environment is {name}, with {size} {value}, but the model has model.{size} "
+                f"control.environment is {control.environment}, with {size} {value}, but the model has model.{size} "
                 f"{getattr(model, size)}; leave that out, or give the environment that the model was trained in"
             )

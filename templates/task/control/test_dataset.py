@@ -1,31 +1,93 @@
 """Environments and experience: the same for any number of ranks, restored exactly, and rejected in one line."""
 
 import json
+import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from support import RANKS, global_batches, launch, module, newest_checkpoint, settings
+from support import (
+    RANKS,
+    SEED,
+    assert_close,
+    global_batches,
+    launch,
+    load_model,
+    module,
+    newest_checkpoint,
+    read_checkpoint,
+    read_records,
+    settings,
+)
 
 config, dataset, spaces, splitting = module("config"), module("dataset"), module("launch.spaces"), module("splitting")
 CONTINUOUS = ("--control.environment", "Pendulum-v1")
+Guard = Callable[[], AbstractContextManager[None]]
 
 
-def build(*words: str, dp_rank: int = 0, dp_size: int = 1) -> Any:
+class Walk(gymnasium.Env[Any, Any]):
+    """A position, moved by pushes between 0 and 4; ``fault`` says what is wrong with it."""
+
+    fault = ""
+
+    def __init__(self) -> None:
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.action_space = gymnasium.spaces.Box(0, 4, (1,), np.float32)
+        if self.fault == "init":
+            raise RuntimeError("no\nlicense")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.seen, self.received = 0, []
+        self.position = np.random.random(1) if self.fault == "global" else self.np_random.random(1)
+        return self.position.astype(np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.seen += 1
+        self.received.append(float(action[0]))
+        self.position = self.position + action
+        if self.fault == "in place":
+            action[:] = 0
+        is_bad = self.fault == "reward" and self.seen == 3
+        observation = self.position if self.fault != "observation" or self.seen != 3 else self.position * np.nan
+        return observation.astype(np.float32), math.nan if is_bad else 1.0, False, False, {}
+
+
+gymnasium.register("Walk-v0", Walk, max_episode_steps=50)
+gymnasium.register("Endless-v0", Walk)
+gymnasium.register("Random-v0", Walk, max_episode_steps=50, nondeterministic=True)
+WALK = ("--control.environment", "Walk-v0")
+
+
+def build(*words: str, dp_rank: int = 0, dp_size: int = 1, guard: Guard = nullcontext) -> Any:
     """Return the experience of one rank, with the model's initial weights as its policy."""
     chosen = settings(*words)
     torch.manual_seed(0)
     model = module("model").build_model(chosen.model)
     cpu = torch.device("cpu")
     strategy = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size, device=cpu, module=model, predict=model)
-    experience, _ = dataset.build_datasets(chosen)
-    return experience.build_loader(strategy, chosen.data, chosen.run.seed, lambda *_: None)[0]
+    rollouts, _ = dataset.build_datasets(chosen)
+    return rollouts.build_loader(strategy, chosen.data, chosen.run.seed, lambda *_: None, guard)[0]
+
+
+def advance(experience: Any, epoch: int) -> list[Any]:
+    """Return the batches of an epoch."""
+    experience.set_epoch(epoch)
+    return list(experience)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two states are bitwise the same."""
+    pairs = zip(torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(other), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 @pytest.mark.parametrize("words", [(), CONTINUOUS])
@@ -43,17 +105,118 @@ def test_an_environment_does_not_depend_on_the_rank_that_steps_it(words: tuple[s
 @pytest.mark.parametrize("words", [(), CONTINUOUS])
 def test_what_was_saved_is_restored(words: tuple[str, ...]) -> None:
     saved = build(*words)
-    saved.collect(0)
-    saved.collect(1)  # Some episodes have ended by now, and others have not.
+    for epoch in (0, 3):  # Some episodes of CartPole have ended by then, and others have not.
+        advance(saved, epoch)
     restored = build(*words)
     restored.load_state_dict(saved.state_dict())
-    for rollout in (1, 2):
-        assert all(torch.equal(restored.own[name], values) for name, values in saved.own.items())
-        assert torch.equal(restored.moments, saved.moments) and restored.rollout == rollout
-        saved.collect(2)
-        restored.collect(2)
-    with pytest.raises(config.UserError, match="steps is 32, and the run that was saved has 16"):
-        build(*words, "--control.steps", "32").load_state_dict(saved.state_dict())
+    for epoch in (4, 6, 9):
+        assert same(advance(restored, epoch), advance(saved, epoch)), f"the batches of epoch {epoch} differ"
+        assert restored.metrics == saved.metrics and same(restored.state_dict(), saved.state_dict())
+    for words_of_other, named in (("--control.steps 32", "steps is 32"), ("--run.seed 9", "run.seed is 9")):
+        with pytest.raises(config.UserError, match=f"{named}, and the run that was saved has"):
+            build(*words, *words_of_other.split()).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize(("savers", "restorers"), [(1, 2), (RANKS, 1)])
+def test_what_some_ranks_saved_others_restore(trained: Callable[..., Path], savers: int, restorers: int) -> None:
+    saved = read_checkpoint(newest_checkpoint(trained(savers)))["experience"]
+    assert sorted(saved) == ["environment_steps", "environments", "layout", "rollout"] and saved["rollout"] == 1
+    for rank in range(restorers):
+        share = build(*SEED, dp_rank=rank, dp_size=restorers)
+        share.load_state_dict(saved)
+        assert same(share.state_dict()["environments"], saved["environments"][rank::restorers])
+
+
+def test_a_collection_that_is_stopped_is_repeated() -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop() -> AbstractContextManager[None]:
+        if next(steps) == 3:
+            raise Stopped
+        return nullcontext()
+
+    words, steps = ("--control.steps", "64"), iter(range(100))
+    whole, stopped, resumed = build(*words), build(*words, guard=stop), build(*words)
+    for each in (whole, stopped):
+        advance(each, 0)
+    before = whole.state_dict()
+    with pytest.raises(Stopped):
+        advance(stopped, 3)
+    assert same(stopped.state_dict(), before)
+    resumed.load_state_dict(stopped.state_dict())
+    assert same(advance(resumed, 3), advance(whole, 3))
+
+
+def test_the_actions_that_were_taken_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Walk, "fault", "in place")
+    saved, restored = build(*WALK), build(*WALK)
+    advance(saved, 0)
+    state = saved.state_dict()
+    for _ in range(2):  # Whatever the environment does to an action while it repeats it.
+        restored.load_state_dict(state)
+    received = [[each.unwrapped.received for each in run.environments.vector.envs] for run in (saved, restored)]
+    assert received[0] == received[1] and len(received[0][0]) == 16
+    assert same(restored.state_dict(), state)
+
+
+def test_an_environment_that_does_not_repeat_its_episode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = build(*WALK)
+    advance(saved, 0)
+    for name in ("observation", "return"):
+        state = saved.state_dict()
+        state["environments"][2][name] += 1
+        with pytest.raises(ValueError, match="environment 2 does not repeat"):
+            build(*WALK).load_state_dict(state)
+    monkeypatch.setattr(Walk, "fault", "global")
+    with pytest.raises(ValueError, match="environment 0 does not repeat"):
+        build(*WALK).load_state_dict(build(*WALK).state_dict())
+
+
+@pytest.mark.parametrize("fault", ["reward", "observation"])
+def test_what_is_not_finite_is_named_before_it_is_trained_on(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(Walk, "fault", fault)
+    with pytest.raises(config.UserError, match=f"the {fault} of environment 1 in step 3 of episode 0 is not finite;"):
+        advance(build(*WALK, dp_rank=1, dp_size=2), 0)
+
+
+def test_earlier_experience_is_gone() -> None:
+    experience = build()
+    advance(experience, 3)
+    state = experience.state_dict()
+    assert advance(experience, 2) == [] and len(advance(experience, 4)) == 4
+    assert same(experience.state_dict(), state)
+
+
+def test_records_have_the_episodes_that_ended() -> None:
+    experience = build("--control.steps", "64")
+    advance(experience, 0)
+    ended = experience.ended_episodes()
+    assert sorted(ended) == [0, 1, 2, 3] and (ended[0][:, 0] == ended[0][:, 1]).all()  # A step's reward is 1.
+    lengths = [length for number in range(4) for length in ended[number][:, 1]]
+    running = [len(actions) for actions in experience.environments.actions]
+    assert sum(lengths) + sum(running) == 4 * 64
+    expected = {"min_return": min(lengths), "max_return": max(lengths), "mean_length": np.mean(lengths)}
+    assert experience.metrics == {"environment_steps": 256, "mean_return": np.mean(lengths), **expected}
+    experience = build(*CONTINUOUS)
+    advance(experience, 0)
+    assert experience.metrics == {"environment_steps": 64}, "no episode has ended"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 4.0), (-np.inf, 4.0)])
+def test_actions_are_mapped_to_finite_bounds(low: float, high: float) -> None:
+    space = gymnasium.spaces.Box(low, high, (1,), np.float32)
+    valid = splitting.to_valid(torch.tensor([[-3.0], [-1.0], [0.5], [1.0], [9.0]]), space)
+    expected = [0, 0, 3, 4, 4] if low == 0 else [-3, -1, 0.5, 1, 4]
+    assert valid.dtype == np.float32 and valid.flatten().tolist() == expected
+
+
+def test_continuous_actions_are_trained_the_same_on_any_number_of_ranks(trained: Callable[..., Path]) -> None:
+    one, other = (trained(nproc, *CONTINUOUS, "--control.discount", "0.9") for nproc in (1, RANKS))
+    assert_close(load_model(one), load_model(other))
+    names = ("loss", "entropy", "grad_norm")
+    records = [[[each[name] for name in names] for each in read_records(run, "train")] for run in (one, other)]
+    assert np.allclose(*records, rtol=1e-5, atol=1e-6)
 
 
 def test_experience_is_collected_anew_after_some_passes() -> None:
@@ -69,9 +232,9 @@ def test_experience_is_collected_anew_after_some_passes() -> None:
 def test_an_advantage_is_what_was_gained_over_the_value() -> None:
     control = settings("--control.discount", "0.5", "--control.gae_lambda", "1").control
     rewards, values = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[10.0, 20.0, 30.0, 40.0]])
-    following = torch.tensor([[20.0, 60.0, 40.0, 80.0]])
-    terminated, ended = torch.tensor([[False, False, True, False]]), torch.tensor([[False, True, True, False]])
-    found = dataset.estimate_advantages(rewards, values, following, terminated, ended, control)
+    next_values = torch.tensor([[20.0, 60.0, 40.0, 80.0]])
+    terminated, done = torch.tensor([[False, False, True, False]]), torch.tensor([[False, True, True, False]])
+    found = dataset.estimate_advantages(rewards, values, next_values, terminated, done, control)
     # The first episode is cut off after two steps, the second ends with its reward, the third goes on.
     assert found.tolist() == [[1 + 0.5 * (2 + 0.5 * 60) - 10, 2 + 0.5 * 60 - 20, 4 - 30, 8 + 0.5 * 80 - 40]]
 
@@ -81,10 +244,12 @@ def test_an_episode_that_is_cut_off_goes_on_in_its_value() -> None:
     estimate = experience.estimate_advantages
     experience.estimate_advantages = lambda *arguments: (seen.append(arguments), estimate(*arguments))[1]
     experience.collect(0)
-    _, values, following, terminated, ended, _ = seen[0]
-    assert not terminated.any() and ended.nonzero().tolist() == [[number, 199] for number in range(4)]
-    assert torch.allclose(following[:, :199], values[:, 1:200], atol=1e-5)
-    assert (following[:, 199] != values[:, 200]).all()  # What follows is another episode.
+    _, values, next_values, terminated, done, _ = seen[0]
+    assert not terminated.any() and done.nonzero().tolist() == [[number, 199] for number in range(4)]
+    for goes_on in (slice(0, 199), slice(200, 255)):
+        assert torch.equal(next_values[:, goes_on], values[:, 1:][:, goes_on])
+    assert (next_values[:, 199] != values[:, 200]).all()  # What follows is another episode.
+    assert (next_values[:, 255] != values[:, 0]).all()
 
 
 def test_the_loss_stops_where_the_policy_has_changed_enough() -> None:
@@ -106,13 +271,32 @@ def test_the_first_episode_is_filmed(trained: Callable[..., Path], tmp_path: Pat
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["num_samples"] == 3 and record["min_return"] <= record["mean_return"] <= record["max_return"]
     with Image.open(film) as frames:
-        assert 1 < frames.n_frames <= record["max_return"]
+        frames.seek(frames.n_frames - 1)
+        assert 1 < frames.n_frames <= record["max_return"] + 1
+    assert not [path for path in film.parent.iterdir() if path != film]
+
+
+def test_the_whole_first_episode_is_filmed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ("--control.gif", str(tmp_path / "episode.gif"), "--control.max_episode_steps", "5")
+    chosen = settings(*words, "--control.evaluation_episodes", "2")
+    model = module("model").build_model(chosen.model)
+    cpu = torch.device("cpu")
+    strategy = SimpleNamespace(dp_rank=0, dp_size=1, device=cpu, module=model, predict=model)
+    _, episodes = dataset.build_datasets(chosen)
+    evaluator = module("evaluate").Evaluator(episodes, strategy, chosen.data, 0)
+    monkeypatch.setattr(module("evaluate"), "all_gather_object", lambda own: [own])
+    evaluator.play_share()
+    assert len(evaluator.frames) == 5 + 1 and {frame.mode for frame in evaluator.frames} == {"P"}
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         ("--control.environment CartPol-v1", "control.environment is CartPol-v1"),
+        ("--control.environment a:b:c", "control.environment is a:b:c, which cannot be made: "),
+        ("--control.environment Endless-v0", "give --control.max_episode_steps"),
+        ("--control.environment Random-v0", "registered as nondeterministic"),
+        ("--control.environment Walk-v0 --control.gif episode.gif", "cannot render to an array"),
         ("--control.environment FrozenLake-v1", "observations are a Discrete"),
         ("--model.observations 3", "model.observations 3"),
         ("--control.environment absent:Absent-v0", "No module named 'absent'"),
@@ -132,14 +316,29 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise gymnasium.error.DependencyNotInstalled("pygame is not installed,\nrun `pip install ...`")
 
     monkeypatch.setattr(gymnasium, "make", fail)
-    with pytest.raises(config.UserError, match="CartPole-v1: pygame is not installed, run"):
-        spaces.make_environment("CartPole-v1")
+    with pytest.raises(config.UserError, match="cannot be made: DependencyNotInstalled: pygame is not installed, run"):
+        spaces.measure_spaces(config.ControlConfig())
+
+
+def test_an_error_of_an_environment_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Walk, "fault", "init")
+    with pytest.raises(SystemExit):
+        settings(*WALK)
+    assert "RuntimeError: no license; gymnasium.pprint_registry()" in capsys.readouterr().err
+
+
+def test_a_limit_of_the_steps_of_an_episode_is_obeyed() -> None:
+    experience = build("--control.environment", "Endless-v0", "--control.max_episode_steps", "6")
+    advance(experience, 0)
+    assert experience.metrics["max_return"] == experience.metrics["mean_length"] == 6
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--data.global_batch_size 18", "data.global_batch_size is 18, .* 4, 8, 16, 32, 64 would"),
+        ("--data.global_batch_size 18", "data.global_batch_size is 18, .*; 16 or 32 would"),
         ("--data.num_workers 1", "data.num_workers is 1"),
         ("--control.environments 5", r"control.environments is 5, .* 2 share\(s\); 6 would"),
     ],
@@ -150,6 +349,20 @@ def test_settings_that_cannot_be_trained_with_are_rejected(words: str, named: st
         chosen.control.check_batch(chosen.data, shares=2)
 
 
-def test_a_factor_above_1_is_rejected() -> None:
-    with pytest.raises(config.UserError, match=r"control.discount is 1\.5"):
-        settings("--control.discount", "1.5").check()
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--control.discount 1.5", r"control.discount is 1\.5"),
+        ("--control.gif episode.mp4", "control.gif is episode.mp4; .* ends with .gif"),
+        (f"--control.gif {__file__}/episode.gif", "which cannot be written"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_rejected(words: str, named: str) -> None:
+    with pytest.raises(config.UserError, match=named):
+        settings(*words.split()).check()
+
+
+@pytest.mark.parametrize("name", ["environments", "steps", "passes"])
+def test_a_number_that_would_fill_the_memory_is_rejected(name: str) -> None:
+    with pytest.raises(config.UserError, match=f"control.{name} is .*; give at most"):
+        module("launch").check_values(vars(settings(f"--control.{name}", "9007199254740991")))

@@ -8,6 +8,7 @@ For any number of ranks, step i of an epoch trains on the same samples, and eval
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from .config import DataConfig, UserError
 from .dataset import collate_fn
 from .launch import LoaderContext, init_loader_worker
+from .runtime import Context
 from .splitting import Batches, InStep, Key, SeededDataset, Stream, check_same_dataset, identity, permuted
 from .strategy import Strategy
 
@@ -77,15 +79,21 @@ class EvalSampler(Sampler[Key]):
 
 
 def build_train_loader(
-    dataset: Any, strategy: Strategy, config: DataConfig, seed: int, register: Callable[..., None]
+    dataset: Any,
+    strategy: Strategy,
+    config: DataConfig,
+    seed: int,
+    register: Callable[..., None],
+    guard: Context = nullcontext,
 ) -> tuple[Any, Iterable[Any]]:
     """Build the sampler, whose ``set_epoch`` starts an epoch, and the loader of this rank's ``(inputs, targets)``.
 
     A training set that depends on the model, such as the experience of an agent, has a method ``build_loader`` of its
-    own, with the same other arguments.
+    own, with the same other arguments: it wraps what it does between steps in ``guard``. Its sampler may have
+    ``metrics`` for the records, and ``busy_seconds``, which it has spent without waiting for other ranks.
     """
     if hasattr(dataset, "build_loader"):
-        return dataset.build_loader(strategy, config, seed, register)
+        return dataset.build_loader(strategy, config, seed, register, guard)
     dp_rank, dp_size, batch = strategy.dp_rank, strategy.dp_size, config.global_batch_size
     if isinstance(dataset, IterableDataset):
         stream = Stream(dataset, collate_fn, dp_rank, dp_size, batch, config.num_workers, seed)

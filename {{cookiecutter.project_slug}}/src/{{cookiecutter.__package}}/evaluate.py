@@ -1,8 +1,7 @@
 """Exact evaluation: every sample counts once, for any number of ranks."""
 
 #:: if cookiecutter.__plays ::#
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,16 @@ from PIL import Image
 
 from . import dataset
 from .checkpoint import damage_on_any_rank, load_model, read_on_main, saved_section
-from .config import Config, DataConfig
-from .launch import check_layout, make_environment
+from .config import Config, DataConfig, UserError
+from .launch import check_layout, check_render, make_environment
 from .model import build_model
 from .parallel import Parallel
 from .reporting import append_record
-from .runtime import Process, all_gather_object, on_main
-from .splitting import Metrics, Policy, derive_seed, merge, to_tensor, to_valid
+from .runtime import Context, Process, all_gather_object, on_main, write_atomically
+from .splitting import STEPS_PER_MESSAGE, Metrics, Policy, derive_seed, merge, to_tensor, to_valid
 from .strategy import Strategy
 #:: else ::#
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +38,10 @@ from .launch import check_layout
 from .model import build_model
 from .parallel import Parallel
 from .reporting import append_record
-from .runtime import Process, all_gather_object, on_main
+from .runtime import Context, Process, all_gather_object, on_main
 from .splitting import Metrics, concatenate, merge, to_device, unpack
 from .strategy import Strategy
 #:: endif ::#
-
-Context = Callable[[], AbstractContextManager[None]]
 
 
 #:: include cookiecutter.__loop_of_task ~ "/evaluator.py" ::#
@@ -54,12 +50,13 @@ Context = Callable[[], AbstractContextManager[None]]
 def evaluate(path: str, config: Config, process: Process) -> None:
     """Evaluate the checkpoint at ``path`` on the test set and print its metrics."""
     header, parallel = load_strategy(path, config, process)
-    _, test_set = dataset.build_datasets(config)
-    #:: if cookiecutter.__plays ::#
-    with damage_on_any_rank(Path(path)):
-        test_set.experience.environment_steps = header["experience"]["environment_steps"]
-    #:: endif ::#
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
+    #:: if cookiecutter.__plays ::#
+    take_environment(path, header, config)
+    with damage_on_any_rank(Path(path)):
+        record["environment_steps"] = header["experience"]["environment_steps"]
+    #:: endif ::#
+    _, test_set = dataset.build_datasets(config)
     record |= Evaluator(test_set, parallel, config.data, config.run.seed)()
     on_main(lambda: append_record(record, config.run.dir))
 
@@ -77,3 +74,20 @@ def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str
     parallel = Parallel(build_model(config.model), dataset.loss_fn, config, process)
     load_model(Path(path), header, state, parallel.module, parallel.device)
     return header, parallel
+#:: if cookiecutter.__plays ::#
+
+
+def take_environment(path: str, header: dict[str, Any], config: Config) -> None:
+    """Set the environment to that of the checkpoint; reject one of a module that only the checkpoint names.
+
+    Gymnasium would import that module, and a checkpoint must not choose what code is run.
+    """
+    saved = saved_section(header["config"], "control")
+    if ":" in saved.environment and saved.environment != config.control.environment:
+        raise UserError(
+            f"{path} was trained in {saved.environment}, whose module would be imported; if you trust it, add "
+            f"--control.environment {saved.environment}"
+        )
+    config.control.environment, config.control.max_episode_steps = saved.environment, saved.max_episode_steps
+    check_render(config.control)
+#:: endif ::#

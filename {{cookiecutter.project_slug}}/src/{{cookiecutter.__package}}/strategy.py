@@ -24,6 +24,7 @@ class Strategy(ABC):
 
     Attributes:
         module: This rank's part of the model; its parameters have the same names as in the whole model.
+        waits_in_forward: Whether ranks wait for each other in forward, and not only for gradients.
         device: The device that inputs and targets have to be on.
         dp_rank: This rank in the data-parallel (dp) dimension: the share of each batch that it reads.
         dp_size: Number of shares.
@@ -34,6 +35,7 @@ class Strategy(ABC):
     """
 
     module: nn.Module
+    waits_in_forward = False
 
     def __init__(
         self, loss_fn: LossFn, config: Config, process: Process, dp_rank: int, dp_group: dist.ProcessGroup | None = None

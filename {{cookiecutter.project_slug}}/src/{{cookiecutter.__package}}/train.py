@@ -58,7 +58,10 @@ class Trainer:
         run_dir = Path(config.run.dir)
         self.checkpointer = Checkpointer(self.parallel.module, asdict(config), run_dir, config.checkpoint, process)
         register = self.checkpointer.register
-        self.sampler, self.loader = build_train_loader(train_set, self.parallel, config.data, config.run.seed, register)
+        self.stop = StopSignal(config.distributed.agree_seconds)
+        self.sampler, self.loader = build_train_loader(
+            train_set, self.parallel, config.data, config.run.seed, register, self.stop.agree
+        )
         planned_steps, self.total_steps = count_steps(self.sampler.steps_per_epoch, config.train, config.optim)
         self.optimizer = build_optimizer(self.parallel.module, config.optim, register)
         self.scheduler = Schedule(self.optimizer, config.optim, planned_steps)
@@ -67,12 +70,12 @@ class Trainer:
         register("scaler", self.scaler)
         self.guard = FiniteGuard(self.parallel.module, config.train.on_nonfinite, self.scaler)
 
-        self.stop = StopSignal(config.distributed.agree_seconds)
         self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree, self.loader)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
         self.progress, self.saved = Progress(), Progress()
         self.first_step = 0
-        self.pace = Pace(self.parallel.module, config.data.global_batch_size, process.device)
+        batch_size, waits_in_forward = config.data.global_batch_size, self.parallel.waits_in_forward
+        self.pace = Pace(self.parallel.module, waits_in_forward, batch_size, process.device, self.sampler)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
@@ -158,14 +161,9 @@ class Trainer:
             self.evaluate()
 
     def step(self, inputs: Any, targets: Any) -> tuple[dict[str, Tensor], Tensor]:
-        """Take one optimizer step, without waiting for the device.
+        """Take one optimizer step with this rank's share of the global batch, without waiting for the device.
 
-        Args:
-            inputs: This rank's share of the global batch, on the CPU.
-            targets: Its targets.
-
-        Returns:
-            This rank's part of each mean loss, and the norm of the whole model's gradient before it is clipped.
+        Returns this rank's part of each mean loss, and the norm of the whole model's gradient before it is clipped.
         """
         device, clip = self.process.device, self.config.train.clip_grad_norm
         inputs, targets = to_device(inputs, device), to_device(targets, device)
@@ -196,6 +194,7 @@ class Trainer:
         dist.all_reduce(values)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
         record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr, "grad_norm": norm.item()}
+        record |= getattr(self.sampler, "metrics", {})
         if self.config.train.on_nonfinite == "skip":
             record["skipped_steps"] = self.progress.skipped_steps
         self.tracker.log(record | self.pace.measure(self.progress.step))

@@ -81,7 +81,7 @@ def check_content(content: Any, is_folder: bool) -> None:
         raise DamagedCheckpointError(f"its progress is {progress}")
     if not all(len(content[name]) == len(content["rng"]) > 0 for name in ("rng", *content["ranks"])):
         raise DamagedCheckpointError("it lacks the state of a rank")
-    for name in content["config"].keys() & {"model", "dataset"}:
+    for name in content["config"].keys() & sections().keys() & {"model", "dataset", "control"}:
         check_known(content["config"][name], sections()[name])
 
 

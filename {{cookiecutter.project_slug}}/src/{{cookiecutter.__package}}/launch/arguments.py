@@ -61,7 +61,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     kinds = sections().items() if command.has_settings else ()
     settings = {key: build_section(kind, vars(parsed[name][key])) for key, kind in kinds}
     #:: if cookiecutter.__plays ::#
-    if settings:
+    if settings and command.trains:  # Otherwise, a checkpoint says what the model is.
         complete_settings(settings["control"], settings["model"])
     #:: endif ::#
     return name, settings, paths

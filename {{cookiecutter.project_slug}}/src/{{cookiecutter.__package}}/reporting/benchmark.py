@@ -56,15 +56,22 @@ def benchmark(build_trainer: Callable[[], Any], process: Process, global_batch_s
     batches = endless_batches(trainer)
     reset_peak_memory(process.device)
     run(trainer, batches, WARM_UP)
+    #:: if cookiecutter.__plays ::#
+    environment_steps = -trainer.sampler.environment_steps
+    #:: endif ::#
     start = stopwatch.now()
     run(trainer, batches, steps)
     seconds = stopwatch.now() - start
+    #:: if cookiecutter.__plays ::#
+    environment_steps += trainer.sampler.environment_steps
+    #:: endif ::#
 
     stopwatch.watch(trainer.parallel, "forward_backward", "forward_backward")
     stopwatch.watch(trainer.parallel, "clip_grad_norm", "clip_grad_norm")
     stopwatch.watch(trainer.scaler, "step", "optimizer")
     #:: if cookiecutter.__plays ::#
     stopwatch.watch(trainer.sampler, "collect", "collecting")
+    stopwatch.watch(trainer.sampler.environments, "step", "stepping")
     #:: endif ::#
     #:: if cookiecutter.__has_stages ::#
     watch_stages(trainer.parallel, stopwatch)
@@ -86,7 +93,9 @@ def benchmark(build_trainer: Callable[[], Any], process: Process, global_batch_s
         "bubble_measured": round(measured_bubble([rank["ms_per_step"] for rank in ranks]), 4),
         #:: endif ::#
         #:: if cookiecutter.__plays ::#
+        "environment_steps_per_second": round(environment_steps / seconds, 1),
         "collecting_share": round(stopwatch.seconds["collecting"] / stopwatch.seconds["whole_step"], 4),
+        "stepping_share": round(stopwatch.seconds["stepping"] / stopwatch.seconds["whole_step"], 4),
         #:: endif ::#
         "ranks": ranks,
     }

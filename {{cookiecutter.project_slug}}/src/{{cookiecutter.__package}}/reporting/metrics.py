@@ -71,11 +71,13 @@ def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
     #:: if cookiecutter.__plays ::#
     for axes, event, unit, key in (
         (left, "train", "step", "loss"),
+        (right, "train", "environment_steps", best_metric),
         *((right, "eval", "environment_steps", key) for key in ("max_return", best_metric, "min_return")),
     ):
         points = read_points(records, event, unit, key)
         if points:
-            axes.plot(*zip(*points, strict=True), label=key.replace("_", " "))
+            label = {"train": "training", "eval": "test"}[event]
+            axes.plot(*zip(*points, strict=True), label=f"{label} {key.replace('_', ' ')}")
             axes.legend()
         axes.set_xlabel(unit.replace("_", " "))
     #:: else ::#

@@ -114,10 +114,14 @@ def check_finite(trainer: Any) -> None:
 def locate(trainer: Any, epoch: int, samples: int) -> str:
     """Run the forward of a step again, and return what was the first not to be finite in it; empty if all was.
 
-    The weights are still those before the step. A collective, if the forward is one.
+    The weights are still those before the step. Its samples may be gone, such as experience that has been replaced. A
+    collective, if the forward is one.
     """
     trainer.sampler.set_epoch(epoch, start=samples)
-    inputs = to_device(unpack(next(iter(trainer.loader)))[0], trainer.process.device)
+    batch = next(iter(trainer.loader), None)
+    if batch is None:
+        return ""
+    inputs = to_device(unpack(batch)[0], trainer.process.device)
     with torch.no_grad(), nonfinite_module(trainer.parallel.module) as found:
         trainer.parallel.predict(inputs)
     if rows := nonfinite_rows(inputs):

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +14,18 @@ class Pace:
     """Measures steps between two log records, without evaluation and saving.
 
     All ranks take a step in the same time, because they wait for each other when they exchange gradients. What tells
-    them apart is what each does alone, from the end of one exchange on: the optimizer's step, loading the next batch,
-    and the first forward of ``module`` (if the ranks exchange something in it, they wait there, and it counts for
-    all). It is the processor's time; an accelerator works on its own.
+    them apart is what each does alone, from the end of one exchange on: the optimizer's step, loading the next batch
+    and, unless the ranks already wait for each other in it, the first forward of ``module``. It is the processor's
+    time; an accelerator works on its own. What ``sampler`` does alone between steps, such as stepping environments, it
+    counts itself, as ``busy_seconds``.
     """
 
-    def __init__(self, module: nn.Module, samples_per_step: int, device: torch.device) -> None:
-        self.samples_per_step, self.device = samples_per_step, device
-        self.clock = self.mark = self.alone = 0.0
+    def __init__(
+        self, module: nn.Module, waits_in_forward: bool, samples_per_step: int, device: torch.device, sampler: Any
+    ) -> None:
+        self.samples_per_step, self.device, self.sampler = samples_per_step, device, sampler
+        self.waits_in_forward = waits_in_forward
+        self.clock = self.mark = self.alone = self.busy = 0.0
         self.step, self.is_alone = 0, False
         module.register_forward_hook(lambda *_: self.end_alone())
 
@@ -28,12 +33,17 @@ class Pace:
         """Start counting after ``step``."""
         self.clock = self.mark = time.perf_counter()
         self.step, self.alone, self.is_alone = step, 0.0, True
+        self.busy = self.busy_seconds()
+
+    def busy_seconds(self) -> float:
+        """Return what the sampler has counted so far."""
+        return getattr(self.sampler, "busy_seconds", 0.0)
 
     def count_alone(self) -> None:
-        """Count the time since the last exchange of gradients, or the last call."""
+        """Count the time since the last exchange of gradients, or the last call; the forward comes next."""
         if self.is_alone:
             now = time.perf_counter()
-            self.alone, self.mark = self.alone + now - self.mark, now
+            self.alone, self.mark, self.is_alone = self.alone + now - self.mark, now, not self.waits_in_forward
 
     def end_alone(self) -> None:
         """Count the time of the first forward as well; the other micro-batches are not counted."""
@@ -50,15 +60,16 @@ class Pace:
         ``slowest_rank`` needs ``behind_ms`` more for a step than the fastest; memory is that of the rank with the most.
         """
         steps, seconds = step - self.step, time.perf_counter() - self.clock
-        own = [self.alone, memory_in_use(self.device), memory_in_use(self.device, peak=True)]
-        alone, memory, peak = zip(*all_gather_object(own), strict=True)
+        alone = self.alone + self.busy_seconds() - self.busy
+        own = [alone, memory_in_use(self.device), memory_in_use(self.device, peak=True)]
+        everyone, memory, peak = zip(*all_gather_object(own), strict=True)
         self.start(step)
         record = {"memory_mib": round(max(memory) / 2**20, 1), "peak_memory_mib": round(max(peak) / 2**20, 1)}
         if not steps:
             return record
-        if len(alone) > 1:
-            slowest = max(range(len(alone)), key=alone.__getitem__)
-            record |= {"slowest_rank": slowest, "behind_ms": round(1000 * (max(alone) - min(alone)) / steps, 2)}
+        if len(everyone) > 1:
+            slowest = max(range(len(everyone)), key=everyone.__getitem__)
+            record |= {"slowest_rank": slowest, "behind_ms": round(1000 * (max(everyone) - min(everyone)) / steps, 2)}
         return {"samples_per_second": round(steps * self.samples_per_step / seconds, 1), **record}
 
 

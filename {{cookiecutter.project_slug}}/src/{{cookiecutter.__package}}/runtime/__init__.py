@@ -21,4 +21,4 @@ from .process_group import (
     timeout,
 )
 from .reproducibility import get_rng_state, seed_rank, set_exact_arithmetic, set_rng_state
-from .stop_signal import Stopped, StopSignal, exit_if
+from .stop_signal import Context, Stopped, StopSignal, exit_if

@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -28,6 +28,8 @@ from ..launch import STOP_SIGNALS
 # a launcher among them forwards the signal.
 SECONDS_OF_ONE_SIGNAL = 5.0
 MOST_STEPS = 16  # From one message to the next: those that come may be longer than those that were measured.
+# Wraps some steps, and is called equally often on every rank; it may raise to stop: ``StopSignal.agree``, for example.
+Context = Callable[[], AbstractContextManager[None]]
 
 
 class Stopped(Exception):

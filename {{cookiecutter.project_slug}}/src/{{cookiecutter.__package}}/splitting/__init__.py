@@ -10,7 +10,7 @@ from .agreement import check_same_dataset
 from .blocks import prepare_blocks
 #:: if cookiecutter.__plays ::#
 from .environments import derive_seed, to_tensor, to_valid
-from .experience import Experience
+from .experience import STEPS_PER_MESSAGE, Experience
 #:: endif ::#
 from .gather import Shares, gather_global_batch, set_shares
 from .loaders import Batches
