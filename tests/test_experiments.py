@@ -115,7 +115,7 @@ if __name__ == "__main__":
         torch.manual_seed(dp_rank)
         strategy = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size, device=torch.device("cpu"))
         config = DataConfig(global_batch_size=16, num_workers=workers)
-        sampler, loader = build_train_loader(build_datasets(None)[0], strategy, config, seed, print)
+        sampler, loader = build_train_loader(build_datasets(None)[0], strategy, config, seed, print, None)
         for epoch in (0, 1):
             sampler.set_epoch(epoch, start)
             samples += [[epoch, *row.tolist()] for inputs, _ in loader for row in inputs]

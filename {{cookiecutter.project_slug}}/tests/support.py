@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,7 +119,8 @@ def global_batches(config: Any) -> tuple[int | None, Iterator[Any]]:
     torch.manual_seed(config.run.seed)
     everything.module = everything.predict = module("model").build_model(config.model)
     #:: endif ::#
-    sampler, loader = data.build_train_loader(train_set, everything, config.data, config.run.seed, lambda *_: None)
+    seed, register = config.run.seed, lambda *_: None
+    sampler, loader = data.build_train_loader(train_set, everything, config.data, seed, register, nullcontext)
 
     def batches() -> Iterator[Any]:
         for epoch in itertools.count():

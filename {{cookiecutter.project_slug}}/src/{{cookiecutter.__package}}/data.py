@@ -8,7 +8,6 @@ For any number of ranks, step i of an epoch trains on the same samples, and eval
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -79,12 +78,7 @@ class EvalSampler(Sampler[Key]):
 
 
 def build_train_loader(
-    dataset: Any,
-    strategy: Strategy,
-    config: DataConfig,
-    seed: int,
-    register: Callable[..., None],
-    guard: Context = nullcontext,
+    dataset: Any, strategy: Strategy, config: DataConfig, seed: int, register: Callable[..., None], guard: Context
 ) -> tuple[Any, Iterable[Any]]:
     """Build the sampler, whose ``set_epoch`` starts an epoch, and the loader of this rank's ``(inputs, targets)``.
 

@@ -59,9 +59,9 @@ class Trainer:
         self.checkpointer = Checkpointer(self.parallel.module, asdict(config), run_dir, config.checkpoint, process)
         register = self.checkpointer.register
         self.stop = StopSignal(config.distributed.agree_seconds)
-        self.sampler, self.loader = build_train_loader(
-            train_set, self.parallel, config.data, config.run.seed, register, self.stop.agree
-        )
+        data, seed, agree = config.data, config.run.seed, self.stop.agree
+        self.sampler, self.loader = build_train_loader(train_set, self.parallel, data, seed, register, agree)
+        self.evaluator = Evaluator(test_set, self.parallel, data, seed, agree, self.loader)
         planned_steps, self.total_steps = count_steps(self.sampler.steps_per_epoch, config.train, config.optim)
         self.optimizer = build_optimizer(self.parallel.module, config.optim, register)
         self.scheduler = Schedule(self.optimizer, config.optim, planned_steps)
@@ -70,12 +70,9 @@ class Trainer:
         register("scaler", self.scaler)
         self.guard = FiniteGuard(self.parallel.module, config.train.on_nonfinite, self.scaler)
 
-        self.evaluator = Evaluator(test_set, self.parallel, config.data, config.run.seed, self.stop.agree, self.loader)
         self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
-        self.progress, self.saved = Progress(), Progress()
-        self.first_step = 0
-        batch_size, waits_in_forward = config.data.global_batch_size, self.parallel.waits_in_forward
-        self.pace = Pace(self.parallel.module, waits_in_forward, batch_size, process.device, self.sampler)
+        self.progress, self.saved, self.first_step = Progress(), Progress(), 0
+        self.pace = Pace(self.parallel, data.global_batch_size, process.device, self.sampler)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
@@ -189,14 +186,12 @@ class Trainer:
 
     def log(self, losses: dict[str, Tensor], norm: Tensor, lr: float) -> None:
         """Log the last step; only here does the loop wait for the device."""
-        check_finite(self)
+        skipped = check_finite(self)
         values = torch.stack(list(losses.values()))
         dist.all_reduce(values)
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
         record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr, "grad_norm": norm.item()}
-        record |= getattr(self.sampler, "metrics", {})
-        if self.config.train.on_nonfinite == "skip":
-            record["skipped_steps"] = self.progress.skipped_steps
+        record |= getattr(self.sampler, "metrics", {}) | skipped
         self.tracker.log(record | self.pace.measure(self.progress.step))
 
     def evaluate(self) -> None:

@@ -87,22 +87,21 @@ class FiniteGuard:
         return step, what, ranks, max(count for *_, count in everyone)
 
 
-def check_finite(trainer: Any) -> None:
+def check_finite(trainer: Any) -> dict[str, int]:
     """Reject a loss or a gradient that was not finite since the last call, or print which steps were left out.
 
-    A collective, which waits for the device.
+    Returns what records say of the steps that were, if there are any. A collective, which waits for the device.
     """
     guard, progress = trainer.guard, trainer.progress
     nth, what, ranks, count = guard.look()
     places, guard.places = guard.places, []
-    if not nth:
-        return
     step = progress.step - len(places) + nth
     found = f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}"
-    if not guard.stops:
+    if nth and not guard.stops:
         progress.skipped_steps += count
         trainer.tracker.print(f"{found}; skipped {count} step(s) up to step {progress.step}")
-        return
+    if not (nth and guard.stops):
+        return {"skipped_steps": progress.skipped_steps} if progress.skipped_steps else {}
     located = all_gather_object(locate(trainer, *places[nth - 1]))
     shown = next((f", first in {place}" for place in located if place), "")
     raise UserError(

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..runtime import all_gather_object
 
@@ -15,19 +14,17 @@ class Pace:
 
     All ranks take a step in the same time, because they wait for each other when they exchange gradients. What tells
     them apart is what each does alone, from the end of one exchange on: the optimizer's step, loading the next batch
-    and, unless the ranks already wait for each other in it, the first forward of ``module``. It is the processor's
+    and, unless the ranks already wait for each other in it, the first forward. It is the processor's
     time; an accelerator works on its own. What ``sampler`` does alone between steps, such as stepping environments, it
     counts itself, as ``busy_seconds``.
     """
 
-    def __init__(
-        self, module: nn.Module, waits_in_forward: bool, samples_per_step: int, device: torch.device, sampler: Any
-    ) -> None:
+    def __init__(self, strategy: Any, samples_per_step: int, device: torch.device, sampler: Any) -> None:
         self.samples_per_step, self.device, self.sampler = samples_per_step, device, sampler
-        self.waits_in_forward = waits_in_forward
+        self.waits_in_forward = strategy.waits_in_forward
         self.clock = self.mark = self.alone = self.busy = 0.0
         self.step, self.is_alone = 0, False
-        module.register_forward_hook(lambda *_: self.end_alone())
+        strategy.module.register_forward_hook(lambda *_: self.end_alone())
 
     def start(self, step: int) -> None:
         """Start counting after ``step``."""
