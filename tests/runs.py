@@ -240,8 +240,8 @@ def find_ranks(launcher: subprocess.Popen[str]) -> list[int]:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a disk of 3 MiB at a folder until the end of the ``with`` block; only root may."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=True)
+    """Mount a disk of 4 MiB at a folder until the end of the ``with`` block; only root may."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=True)
     try:
         yield folder
     finally:

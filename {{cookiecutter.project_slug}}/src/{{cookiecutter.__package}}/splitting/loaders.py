@@ -29,26 +29,35 @@ class Turns(Dataset[Any]):
         return self.datasets[number].__getitems__(keys)
 
 
-class Processes:
-    """A ``DataLoader`` that loads what is requested of it; its processes start with the first request, and stay."""
+class Requests:
+    """What the processes read now, as the sampler of their ``DataLoader``."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.turns = Turns()
-        self.requests: Iterator[Request] = iter(())
-        self.loader: DataLoader[Any] = DataLoader(self.turns, batch_size=None, sampler=self, **options)
+    def __init__(self) -> None:
+        self.current: Iterator[Request] = iter(())
 
     def __iter__(self) -> Iterator[Request]:
-        return self.requests
+        return self.current
+
+
+class Processes:
+    """A ``DataLoader`` that loads what is requested of it; its processes start with the first request, and stay.
+
+    The ``DataLoader`` does not refer to this object, so that its processes end in order when this object is gone.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.turns, self.requests = Turns(), Requests()
+        self.loader: DataLoader[Any] = DataLoader(self.turns, batch_size=None, sampler=self.requests, **options)
 
     def load(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Yield what is requested, until the end or until something else is loaded; what is under way is dropped then.
 
         Loading something else resets the processes, as a new iterator of any ``DataLoader`` does.
         """
-        self.requests = requests
+        self.requests.current = requests
         for batch in self.loader:
             yield batch
-            if self.requests is not requests:
+            if self.requests.current is not requests:
                 return
 
 
@@ -77,11 +86,11 @@ class Batches:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        upcoming, under_way = iter(self.batches), deque[list[Key]]()
+        number, upcoming, under_way = self.number, iter(self.batches), deque[list[Key]]()
 
-        def request(keys: list[Key]) -> Request:
+        def request(keys: list[Key]) -> Request:  # The processes keep it, so it must not refer to this object.
             under_way.append(keys)
-            return self.number, keys
+            return number, keys
 
         while True:
             again = [under_way.popleft() for _ in range(len(under_way))]
@@ -89,5 +98,5 @@ class Batches:
             for batch in self.processes.load(requests):
                 under_way.popleft()
                 yield batch
-            if self.processes.requests is requests:
+            if self.processes.requests.current is requests:
                 return
