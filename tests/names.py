@@ -77,7 +77,7 @@ class Names:
     def has_meaning(self, name: str, trees: list[ast.Module], edits: str) -> bool:
         """Return whether something has this name: a path, a setting, a definition, or else a text in the sources."""
         if FILE.fullmatch(name) or self.has_path(name):
-            return self.has_path(name) or f"Replace `{name}`" in edits
+            return self.has_path(name) or any(f"{verb} `{name}`" in edits for verb in ("Replace", "Create"))
         setting, call = SETTING.fullmatch(name), CALL.fullmatch(name)
         if setting and setting["section"] in fields(trees, "Config"):
             return setting["key"] in settings(trees, setting["section"])
