@@ -302,6 +302,7 @@ def test_the_whole_first_episode_is_filmed(monkeypatch: pytest.MonkeyPatch, tmp_
         ("--control.environment absent:Absent-v0", "No module named 'absent'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*render_mode")  # Gymnasium warns of what is rejected.
 def test_an_environment_that_does_not_fit_is_rejected(
     capsys: pytest.CaptureFixture[str], words: str, named: str
 ) -> None:
