@@ -106,7 +106,9 @@ def test_a_recipe_trains_resumes_and_evaluates_the_same(bake: Bake, tmp_path: Pa
 
     checkpoint = tmp_path / "two/checkpoints/step-00000008.pt"
     # An environment whose module would be imported has to be named again.
-    trusted = [word for pair in itertools.pairwise(words) if pair[0] == "--control.environment" for word in pair]
+    trusted = [
+        word for pair in itertools.pairwise(words) if pair[0] == "--config" and recipe in OF_CONTROL for word in pair
+    ]
     printed = json.loads(alone(project, "evaluate", "--checkpoint", checkpoint, *trusted, *CPU).stdout.splitlines()[-1])
     assert_metrics(printed, records(tmp_path / "two", "eval")[-1])
 

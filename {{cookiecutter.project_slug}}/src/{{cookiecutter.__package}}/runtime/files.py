@@ -31,8 +31,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def publish(temporary: Path, path: Path) -> None:
     """Rename a complete file or folder to its final name; a folder that has it is removed when that is done."""
-    nameless = path.with_suffix(".old.tmp")
-    if path.is_dir():
+    nameless, was_folder = path.with_suffix(".old.tmp"), path.is_dir()
+    if was_folder:
         remove(nameless)
         path.rename(nameless)
     os.replace(temporary, path)
@@ -45,7 +45,8 @@ def publish(temporary: Path, path: Path) -> None:
             raise
     finally:
         os.close(folder)
-    shutil.rmtree(nameless, ignore_errors=True)
+    if was_folder:
+        shutil.rmtree(nameless, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:
