@@ -38,9 +38,7 @@ ELSEWHERE = {
     "127.0.0.1:5678": "an address",
     **dict.fromkeys(("runs/", "config.yaml", "provenance.json", "metrics.jsonl", "curves.png"), "what a run leaves"),
     **dict.fromkeys(("step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
-    **dict.fromkeys(
-        ("(targets >= 0).sum()", "len(targets)", "len(outputs)", '{"loss": ..., "kl": ...}'), "what a reader may write"
-    ),
+    **dict.fromkeys(("(targets >= 0).sum()", "len(targets)", '{"loss": ..., "kl": ...}'), "what a reader may write"),
     **dict.fromkeys(("/data/", "model.safetensors"), "a file of the reader"),
     "GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)": "code for transformers",
     **dict.fromkeys(("-genv MASTER_ADDR HOST", "mpiexec.mpich"), "an option of MPICH, and its program"),
@@ -50,9 +48,8 @@ ELSEWHERE = {
     "MALLOC_MMAP_THRESHOLD_=65536": "a variable of the C library",
     "dmesg": "a program of the system",
     ".venv/bin/python -m torch.distributed.flight_recorder.fr_trace runs/default --prefix collectives_": "of PyTorch",
-    "gymnasium.register": "a function of Gymnasium",
     **dict.fromkeys(("RescaleAction", "NormalizeObservation", "NormalizeReward"), "wrappers of Gymnasium"),
-    **dict.fromkeys(('metadata["render_modes"]', "reset(seed=...)", "self.np_random"), "parts of Gymnasium's class"),
+    **dict.fromkeys(('metadata["render_modes"]', "reset(seed=...)"), "parts of Gymnasium's class"),
 }
 
 
