@@ -225,7 +225,7 @@ CHANGED = {
         # Experience is collected instead of read, and evaluation plays; the settings depend on the environment.
         *("Makefile", "constraints.txt", "docs/environment.md", "tests/plain.py", "tests/test_data.py"),
         *("tests/test_evaluate.py", "tests/test_experiment.py", "tests/test_training.py"),
-        *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py"),
+        *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py", "launch/values.py"),
         *package("splitting/__init__.py", "splitting/environments.py", "splitting/experience.py"),
         *package("splitting/policy.py", "reporting/benchmark.py", "reporting/metrics.py"),
     },

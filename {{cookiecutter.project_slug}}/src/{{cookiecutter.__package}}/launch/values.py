@@ -13,7 +13,10 @@ from ..config import DistributedConfig, UserError
 LARGEST = 1e12  # Of fractions: in seconds or MiB, what PyTorch can hold.
 LARGEST_INT = 2**53
 # Of what is built or started so many times, a mistake would fill the memory before anything could fail.
-LARGEST_OF = {"model": 2**16, "data.num_workers": 2**10, "control": 2**20, "control.environments": 2**16}
+LARGEST_OF = {"model": 2**16, "data.num_workers": 2**10}
+#:: if cookiecutter.__plays ::#
+LARGEST_OF |= {"control": 2**20, "control.environments": 2**16}
+#:: endif ::#
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # Of files, in bytes, on Linux.
 
 
