@@ -405,7 +405,7 @@ def judge_metrics(lab: Lab) -> list[str]:
         kept = [line for line in lines[:4] if content.startswith(line) or b"\n" + line in content]
         try:
             with contextlib.redirect_stderr(io.StringIO()):
-                metrics.truncate_metrics(path, 4)
+                metrics.truncate_metrics(path, 4, 4)
                 if cases.index((name, content)) % 40 == 0 or len(name) > 12:
                     metrics.draw_curves(path, image, "accuracy")
             left = path.read_bytes().splitlines(keepends=True)

@@ -30,11 +30,12 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a complete file or folder to its final name; a folder that has it is removed when that is done."""
-    nameless, was_folder = path.with_suffix(".old.tmp"), path.is_dir()
-    if was_folder:
+    """Rename a complete file or folder to its final name; what has it is removed when that is done."""
+    nameless = path.with_suffix(".old.tmp")
+    if path.is_dir() or temporary.is_dir():  # A folder replaces nothing, and is not replaced.
         remove(nameless)
-        path.rename(nameless)
+        with suppress(FileNotFoundError):
+            path.rename(nameless)
     os.replace(temporary, path)
     # The new name is an entry of the parent folder, which has to reach the disk as well.
     folder = os.open(path.parent, os.O_RDONLY)
@@ -45,8 +46,8 @@ def publish(temporary: Path, path: Path) -> None:
             raise
     finally:
         os.close(folder)
-    if was_folder:
-        shutil.rmtree(nameless, ignore_errors=True)
+    with suppress(OSError):  # The next save removes it.
+        remove(nameless)
 
 
 def replace_text(path: Path, text: str) -> None:
