@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import struct
 import sys
 import zipfile
@@ -303,6 +304,22 @@ def odd_entries(newest: Path) -> Iterator[tuple[str, Damage]]:
         yield f"a pipe {suffix}", lambda stem, s=suffix: os.mkfifo(stem.with_suffix(s))
 
 
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer: opening a pipe waits for the other end."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def judge_folders(lab: Lab, form: str) -> list[str]:
     """Return what goes wrong when a run with an odd entry resumes, and saves in its place."""
     judge, wrong = Judge(lab, form), []
@@ -310,7 +327,7 @@ def judge_folders(lab: Lab, form: str) -> list[str]:
     for name, make in odd_entries(judge.newest):
         make(judge.folder / "step-00000009")
         try:
-            with contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stderr(io.StringIO()), time_limit(20):
                 judge.trainer.restore(lab.module("launch").find_resume_candidates(run_dir, "auto", False))
                 assert judge.trainer.progress.step == 6, judge.trainer.progress
                 expected = judge.save(9)

@@ -312,6 +312,18 @@ def test_an_environment_that_does_not_fit_is_rejected(
     assert error.startswith("error: ") and error.count("\n") == 1 and named in error
 
 
+@pytest.mark.parametrize(("saved", "given"), [("antigravity:Reach-v0", "CartPole-v1"), ("Pendulum-v1", "CartPole-v1")])
+def test_a_checkpoint_names_the_environment_but_no_other_package(saved: str, given: str) -> None:
+    chosen, header = settings("--control.environment", given), {"config": {"control": {"environment": saved}}}
+    take_environment = module("evaluate").take_environment
+    if ":" in saved:
+        with pytest.raises(config.UserError, match=f"add --control.environment {saved}"):
+            take_environment("step.pt", header, chosen)
+    else:
+        take_environment("step.pt", header, chosen)
+        assert chosen.control.environment == saved
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise gymnasium.error.DependencyNotInstalled("pygame is not installed,\nrun `pip install ...`")

@@ -78,12 +78,13 @@ def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str
 
 
 def take_environment(path: str, header: dict[str, Any], config: Config) -> None:
-    """Set the environment to that of the checkpoint; reject one of a module that only the checkpoint names.
+    """Set the environment to that of the checkpoint; reject one of another package that only the checkpoint names.
 
-    Gymnasium would import that module, and a checkpoint must not choose what code is run.
+    Gymnasium would import its module, and a checkpoint must not choose what code is run.
     """
     saved = saved_section(header["config"], "control")
-    if ":" in saved.environment and saved.environment != config.control.environment:
+    is_own = ":" not in saved.environment or saved.environment.startswith(f"{__package__}.")
+    if not is_own and saved.environment != config.control.environment:
         raise UserError(
             f"{path} was trained in {saved.environment}, whose module would be imported; if you trust it, add "
             f"--control.environment {saved.environment}"
