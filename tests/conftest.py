@@ -25,6 +25,11 @@ CHOICES: dict[str, list[Any]] = {
     for name in QUESTIONS
     if isinstance(CONTEXT[name], list | bool)
 }
+# For what depends little on the strategy: one with replicas, one with shards and one with stages; the others weekly.
+STRATEGIES = [
+    name if name in ("ddp", "fsdp", "pipeline") else pytest.param(name, marks=pytest.mark.weekly)
+    for name in CHOICES["parallelism"]
+]
 Bake = Callable[..., Path]
 
 pytest_plugins = ["skips"]

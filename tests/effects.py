@@ -626,12 +626,18 @@ def attempt(lab: Lab, effect: Effect, ignored: str) -> str:
     return f"nobody notices that {ignored} is ignored" if ignored else ""
 
 
-def main(package: str, task: str, folder: Path) -> None:
-    """Observe all effects on this rank, and write the outcome into the folder, with the names of all settings."""
+def main(package: str, task: str, folder: Path, *shown: str) -> None:
+    """Observe the effects of the sections on this rank, and write the outcome into the folder.
+
+    It has the names of all settings, with None for those of other sections.
+    """
     if task == "control":
         from control_effects import CONTROL  # Imported here, because it imports this file.
 
         EFFECTS.update(CONTROL)
+    for effects in (EFFECTS, ALONE):
+        for name in [name for name in effects if name.split(".")[0] not in shown]:
+            del effects[name]
     lab = Lab(package, task, folder)
     runtime, launch, rank = lab.module("runtime"), lab.module("launch"), os.environ["RANK"]
     launch.end_with_launcher(launch.find_process_info())
@@ -646,4 +652,4 @@ def main(package: str, task: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

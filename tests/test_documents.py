@@ -28,6 +28,7 @@ from rendering import one_environment, render
 from runs import task_of
 from slurm import MISSING, start_slurm
 from test_recipes import NAMES as RECIPES
+from test_recipes import OF_CONTROL
 from test_symptoms import REPRODUCED
 
 PROGRAMS = set(RULES)
@@ -142,10 +143,18 @@ def test_the_commands_for_slurm(found: list[Command]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_commands_of_a_recipe(found: list[Command], recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "task"),
+    [
+        *((recipe, "digits") for recipe in RECIPES),
+        *((recipe, "control") for recipe in OF_CONTROL),
+        pytest.param("finetune", "language", marks=pytest.mark.weekly),
+    ],
+)
+def test_the_commands_of_a_recipe(found: list[Command], recipe: str, task: str, tmp_path: Path) -> None:
     """Each is run where a reader enters it: before or after the edits. test_recipes.py runs the last training."""
-    shown = [command for command in found if command.document == f"docs/{recipe}.md"]
+    shown = [each for each in found if each.document == f"docs/{recipe}.md" and task_of(each.project) == task]
+    assert shown
     for root in dict.fromkeys(command.project for command in shown):
         page = (root / "docs" / f"{recipe}.md").read_text()
         project = Path(shutil.copytree(root, tmp_path / root.parent.name, symlinks=True))
@@ -164,9 +173,9 @@ def test_the_commands_of_a_recipe(found: list[Command], recipe: str, tmp_path: P
 
 
 def is_trained_elsewhere(command: Command, page: str) -> bool:
-    """Return whether test_recipes.py runs a command, which it does with the last training of the default task."""
+    """Return whether test_recipes.py runs a command, which it does with the last training of a recipe's own task."""
     trainings = [text for text in commands(page, PROGRAMS) if "launch.sh train" in text]
-    return task_of(command.project) == "digits" and command.text == trainings[-1]
+    return task_of(command.project) != "language" and command.text == trainings[-1]
 
 
 # The accelerators of the machines that an experiment is for, or 0 for a machine that has none.

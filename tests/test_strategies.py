@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHOICES, Bake, run
+from conftest import CHOICES, STRATEGIES, Bake, run
 from runs import (
     SHORT,
     TOLERANCE,
@@ -200,14 +200,14 @@ with process_group(config.distributed, devices_per_rank=1) as process:
 """
 
 
-@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+@pytest.mark.parametrize("parallelism", STRATEGIES)
 def test_frozen_parameters_stay_frozen(baked: Bake, parallelism: str) -> None:
     project = baked(parallelism=parallelism)
     frozen = run(sys.executable, "-c", FREEZE, cwd=project, PYTHONPATH="src").stdout.split()
     assert frozen == ["stem.conv.weight", "stem.norm.weight", "stem.norm.bias"]
 
 
-@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+@pytest.mark.parametrize("parallelism", STRATEGIES)
 @pytest.mark.parametrize(
     "settings",
     [
