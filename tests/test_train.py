@@ -310,17 +310,25 @@ def test_a_run_directory_in_use_is_rejected(plain: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
-def test_loader_processes_end_with_their_rank_even_while_starting(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", ["start", "step 2"])
+def test_loader_processes_end_with_their_rank_and_leave_nothing(plain: Path, tmp_path: Path, at: str) -> None:
     def loaders() -> list[int]:
         return processes(lambda environment, command: mark.encode() in environment and b"spawn_main" in command)
 
-    mark, log = str(tmp_path), tmp_path / "log"
-    command = ("scripts/launch.sh", "train", "--data.num_workers", "1", "--run.dir", tmp_path / "run")
-    with started(*command, cwd=plain, log=log, NPROC="2", MARK=mark) as launcher:
-        wait_until(lambda: loaders() or launcher.poll() is not None, "loader processes start", 120)
-        assert launcher.poll() is None, log.read_text()
+    mark, log, temporary = str(tmp_path), tmp_path / "log", tmp_path / "tmp"
+    temporary.mkdir()
+    command = ("scripts/launch.sh", "train", *SHORT, *ENDLESS, "--data.num_workers", "1", "--run.dir", tmp_path / "run")
+    environment = {"NPROC": "2", "MARK": mark, "TMPDIR": str(temporary)}
+    with started(*command, cwd=plain, log=log, **environment) as launcher:
+        if at == "start":
+            wait_until(lambda: loaders() or launcher.poll() is not None, "loader processes start", 120)
+            assert launcher.poll() is None, log.read_text()
+        else:
+            wait_for_step(2, tmp_path / "run", launcher, log)
         launcher.kill()
         wait_until(lambda: not loaders(), "the loader processes end with their rank", 30)
+    # All runs of a user share PyTorch's cache.
+    assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def test_a_failed_rank_under_spawn_reports_its_exception(bake: Bake, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ import os
 import signal
 import sys
 import threading
-from multiprocessing import parent_process
+from multiprocessing import connection, parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
+from uuid import uuid4
 
 from .parent import end_with
 from .signals import answer, hold_back, start_resource_tracker
@@ -40,6 +41,9 @@ def init_loader_worker(_: int) -> None:
     end_with(rank.pid)
     answer(signal.SIG_IGN, [signal.SIGUSR1, signal.SIGINT])
     if sys.platform == "linux":
+        # Where it offers its tensors to the rank: a name that the kernel forgets with the process. Python's own choice is
+        # a socket in a temporary folder, which a killed process leaves.
+        connection.arbitrary_address = lambda _: f"\0loader-{uuid4()}"  # type: ignore[attr-defined]
         threading.Thread(target=end_on_request, args=(rank.pid,), daemon=True).start()
     else:  # Whoever sends SIGTERM, PyTorch's handler ends the process.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
