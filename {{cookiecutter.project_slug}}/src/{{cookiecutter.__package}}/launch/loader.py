@@ -41,8 +41,8 @@ def init_loader_worker(_: int) -> None:
     end_with(rank.pid)
     answer(signal.SIG_IGN, [signal.SIGUSR1, signal.SIGINT])
     if sys.platform == "linux":
-        # Where it offers its tensors to the rank: a name that the kernel forgets with the process. Python's own choice is
-        # a socket in a temporary folder, which a killed process leaves.
+        # Where it offers its tensors to the rank: a name that the kernel forgets with the process. Python would make a
+        # temporary folder, which a killed process leaves.
         connection.arbitrary_address = lambda _: f"\0loader-{uuid4()}"  # type: ignore[attr-defined]
         threading.Thread(target=end_on_request, args=(rank.pid,), daemon=True).start()
     else:  # Whoever sends SIGTERM, PyTorch's handler ends the process.
