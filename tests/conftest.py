@@ -30,6 +30,10 @@ STRATEGIES = [
     name if name in ("ddp", "fsdp", "pipeline") else pytest.param(name, marks=pytest.mark.weekly)
     for name in CHOICES["parallelism"]
 ]
+# Sections of the settings: what strategies and tasks do in their own way; and what the same code does in all projects,
+# of which one is enough.
+OWN = ("model", "train", "parallel", "control", "dataset", "generate")
+SHARED = ("run", "data", "optim", "checkpoint", "distributed")
 Bake = Callable[..., Path]
 
 pytest_plugins = ["skips"]

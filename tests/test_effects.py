@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CHOICES, Bake, run
+from conftest import CHOICES, OWN, SHARED, Bake, run
 from runs import world_size
 
 EFFECTS, CONTROL = (Path(__file__).with_name(f"{name}.py") for name in ("effects", "control_effects"))
@@ -17,10 +17,6 @@ EFFECTS, CONTROL = (Path(__file__).with_name(f"{name}.py") for name in ("effects
 COMBINATIONS = [
     (name, "language" if name in ("fsdp", "pipeline", "tensor") else "digits") for name in CHOICES["parallelism"]
 ] + [("ddp", "control")]
-# What strategies and tasks do in their own way. The code behind the other settings is the same in all projects, so that
-# one project is enough for them.
-OWN = ("model", "train", "parallel", "control", "dataset", "generate")
-SHARED = ("run", "data", "optim", "checkpoint", "distributed")
 
 LIST_SETTINGS = """
 from dataclasses import fields

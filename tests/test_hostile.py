@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHOICES, Bake, run
+from conftest import CHOICES, OWN, SHARED, Bake, run
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
@@ -44,10 +44,11 @@ def test_odd_files_weights_and_metrics_are_rejected_or_harmless(plain: Path, tmp
     [*((name, "digits") for name in CHOICES["parallelism"]), ("ddp", "language"), ("ddp", "control")],
 )
 def test_nonsense_is_refused_in_one_line(baked: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
-    """With the default choices, what is accepted is trained as well."""
+    """With the default choices, all settings are judged, and what is accepted is trained with."""
     project, trains = baked(parallelism=parallelism, task=task), (parallelism, task) == ("ddp", "digits")
-    found = outcome(project, tmp_path, "nonsense.py", task, *(["train"] if trains else []))
-    assert found["counts"]["refused variables"] > 300
+    judged = OWN + SHARED * trains
+    found = outcome(project, tmp_path, "nonsense.py", task, " ".join(judged), *(["train"] if trains else []))
+    assert found["counts"]["refused variables"] > 300 and found["counts"]["accepted"] > 5
     # A number is no text, and no text a number.
     assert not [name for name, value in found["accepted"] if value in ("{a: 1}", ".nan") and name.startswith("optim.")]
     if trains:

@@ -82,7 +82,7 @@ def test_a_lossy_link_only_costs_time(baked: Bake, machines: Machines, expected:
         machine.lose_packets()
     launchers = start_on_both(machines, baked(), *TRAIN, "--run.dir", tmp_path / "run", logs=tmp_path)
     assert wait_for_exit(launchers) == [0, 0], (tmp_path / "0.log").read_text()
-    assert sum(machine.retransmitted() for machine in machines) >= STEPS
+    assert sum(machine.retransmitted() for machine in machines) >= STEPS // 3
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=TOLERANCE)
     assert_no_processes_left(machines)
 

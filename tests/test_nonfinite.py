@@ -72,6 +72,31 @@ def test_a_module_that_is_not_finite_is_named(bake: Bake, tmp_path: Path, parall
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
+def test_a_run_that_skips_every_step_ends(bake: Bake, tmp_path: Path) -> None:
+    project = bake()
+    edit(project, "model.py", "        return self.linear(features.mean(dim=(2, 3)))\n", LAYER)
+    words = ("--train.max_steps", "1000", "--train.on_nonfinite", "skip", "--run.dir", tmp_path / "run")
+    done = launch(project, "train", *RUN, *words, expect=2)
+    assert re.search(r"^error: step \d+: the loss .*, as in the 1\d\d steps before, .*all skipped", done.stderr, re.M)
+    assert records(tmp_path / "run", "train")[-1]["step"] < 130
+
+
+def test_test_samples_that_are_not_finite_are_named(bake: Bake, tmp_path: Path) -> None:
+    project = bake()
+    edit(
+        project,
+        "dataset.py",
+        "        self.max_shift = max_shift\n",
+        """\
+        self.max_shift = max_shift
+        if split == "test":
+            self.images[[7, 100]] = float("nan")
+""",
+    )
+    done = launch(project, "train", *SHORT, "--run.dir", tmp_path / "run")
+    assert done.stderr.count("warning: loss of test sample 7, 100 is not finite\n") == 1, done.stderr
+
+
 def test_an_overflow_that_the_scaler_expects_is_none(bake: Bake, tmp_path: Path) -> None:
     """fp16 starts with a factor of 65,536, with which the first gradients of a large loss overflow."""
     project = bake()

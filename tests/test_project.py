@@ -84,13 +84,13 @@ def assert_none_skipped(output: str) -> None:
 def combinations() -> Iterator[Any]:
     """Yield each strategy with each task, and a name from which a slug is not easy to derive.
 
-    One of each strategy but for the simplest is among the long tests; the others are left to `make test-weekly`.
+    Three of them, one of each task, are among the long tests; the others are left to `make test-weekly`.
     """
     names = itertools.cycle([*DEFAULT_SLUGS][1:])
     for shift in (1, 2, 0):
         for number, parallelism in enumerate(CHOICES["parallelism"]):
             task = CHOICES["task"][(number + shift) % len(CHOICES["task"])]
-            is_weekly = shift != 1 or parallelism in ("ddp", "data_parallel")
+            is_weekly = shift != 1 or parallelism in ("ddp", "tensor", "data_parallel")
             if (parallelism, task) != INSTALLED:
                 yield pytest.param(parallelism, task, next(names), marks=[pytest.mark.weekly] if is_weekly else [])
 

@@ -74,8 +74,15 @@ def arguments(recipe: str, project: Path) -> list[str]:
     return [*words, *STEPS, *CPU]
 
 
+# The slowest of them.
+WEEKLY = ("contrastive", "gan", "images", "stream", "transformers")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [*NAMES, *OF_CONTROL])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=[pytest.mark.weekly] * (name in WEEKLY)) for name in [*NAMES, *OF_CONTROL]],
+)
 def test_a_recipe_trains_resumes_and_evaluates_the_same(bake: Bake, tmp_path: Path, recipe: str) -> None:
     project = bake(task="control") if recipe in OF_CONTROL else bake()
     if recipe == "finetune":

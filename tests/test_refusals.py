@@ -36,6 +36,8 @@ NONSENSE = [
     ("checkpoint: {keep: }", "checkpoint.keep is null"),
     ("optim: {lr: null}", "optim.lr is null"),
     ("run: {dir: null}", "run.dir is null"),
+    ("optim: null", "optim is null"),
+    ("train: {max_steps: 0}", "does not conform to restriction v>0; or null"),
     ("optim: {betas: null}", "optim.betas is null"),
     ("optim: {lr: .nan}", "optim.lr"),
     ("run: {dir: ''}", "run.dir is empty"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
+import signal
 import sys
 import zipfile
 from collections.abc import Callable
@@ -197,6 +199,29 @@ def test_repeating_the_command_does_not_change_a_finished_run(project: Path, fin
     repeated = launch(project, "train", *LONGER, "--run.dir", finished_run)
     assert "step 25 of 25" in repeated.stdout
     assert before == ((finished_run / "metrics.jsonl").read_text(), checkpoints(finished_run))
+
+
+def test_a_run_that_has_taken_more_steps_than_it_is_to_take_ends_at_once(plain: Path, tmp_path: Path) -> None:
+    words = ("train", *SHORT, "--optim.decay_steps", "6", "--checkpoint.every_steps", "1", "--run.dir", tmp_path)
+    alone(plain, *words)
+    before = checkpoints(tmp_path)
+    assert "step 6 of 4" in alone(plain, *words, "--train.max_steps", "4").stdout
+    assert checkpoints(tmp_path) == before and records(tmp_path, "train")[-1]["step"] == 6
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_loader_process_that_is_killed_is_named(plain: Path, tmp_path: Path, nproc: int) -> None:
+    log, mark = tmp_path / "log", str(tmp_path)
+    command = ("scripts/launch.sh", "train", *SHORT, *ENDLESS, "--data.num_workers", "1", "--run.dir", tmp_path / "run")
+    with started(*command, cwd=plain, log=log, NPROC=str(nproc), MARK=mark) as launcher:
+        wait_for_step(2, tmp_path / "run", launcher, log)
+        victim = max(processes(lambda env, words: mark.encode() in env and b"spawn_main" in words))
+        os.kill(victim, signal.SIGKILL)
+        assert launcher.wait(60) == 1
+    lines = log.read_text().splitlines()
+    assert re.search(rf"DataLoader worker \(pid(\(s\))? {victim}\) (is killed|exited)", lines[-1]), log.read_text()
+    assert "lower data.num_workers" in lines[-1] and re.search(r"after step \d+", lines[-1])
+    assert sum(line.startswith("Traceback") or "]: Traceback" in line for line in lines) <= 1
 
 
 def test_evaluate_reports_the_same_metrics_as_the_run(project: Path, finished_run: Path, tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.spaces import Box, Discrete
 
 from ..config import ControlConfig, ModelConfig, UserError
 from .environment import exit_with_error
+
+TRIED = 32  # Steps in an environment, before it is taken.
 
 
 def make_environment(control: ControlConfig, render_mode: str | None = None) -> Any:
@@ -17,17 +20,19 @@ def make_environment(control: ControlConfig, render_mode: str | None = None) -> 
 
 
 def try_environment(control: ControlConfig) -> Any:
-    """Make, reset and close an environment; reject one that fails in it, or that no run could repeat or end."""
+    """Make, play and close an environment; reject one that fails in it, or that no run could repeat or end."""
     name = control.environment
     try:
         environment = make_environment(control)
-        environment.reset(seed=0)
+        first, again = play(environment), play(environment)
         environment.close()
     except Exception as error:  # It may be anybody's code.
         raise UserError(
-            f"control.environment is {name}, which cannot be made: {describe_error(error)}; "
+            f"control.environment is {name}, which cannot be made or played: {describe_error(error)}; "
             "gymnasium.pprint_registry() lists those that are installed"
         ) from None
+    if isinstance(environment.observation_space, Box):
+        check_observations(name, environment.observation_space, first, again)
     spec = environment.spec
     if spec.nondeterministic:
         raise UserError(
@@ -40,6 +45,32 @@ def try_environment(control: ControlConfig) -> Any:
             "--control.max_episode_steps"
         )
     return environment
+
+
+def play(environment: Any) -> list[Any]:
+    """Return the observations and rewards of the first steps, with random actions that are the same each time."""
+    environment.action_space.seed(0)
+    seen = [environment.reset(seed=0)[0]]
+    for _ in range(TRIED):
+        observation, reward, terminated, truncated, _ = environment.step(environment.action_space.sample())
+        seen += [observation, reward]
+        if terminated or truncated:
+            seen.append(environment.reset()[0])
+    return seen
+
+
+def check_observations(name: str, space: Box, first: list[Any], again: list[Any]) -> None:
+    """Reject observations of another shape than the environment says, and what is not the same the second time."""
+    if np.shape(first[0]) != space.shape:
+        raise UserError(
+            f"control.environment is {name}, whose observations should be {describe(space)}, but reset returned one of "
+            f"shape {np.shape(first[0])}; mend the environment"
+        )
+    if not all(np.array_equal(one, other, equal_nan=True) for one, other in zip(first, again, strict=False)):
+        raise UserError(
+            f"control.environment is {name}, which returned something else for the same seed and actions: a resumed "
+            "run could not repeat its episodes; let it draw random numbers from self.np_random alone"
+        )
 
 
 def check_render(control: ControlConfig) -> None:

@@ -47,7 +47,8 @@ class Walk(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.seen, self.received = 0, []
-        self.position = np.random.random(1) if self.fault == "global" else self.np_random.random(1)
+        size = 2 if self.fault == "shape" else 1
+        self.position = np.random.random(size) if self.fault == "global" else self.np_random.random(size)
         return self.position.astype(np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -168,9 +169,10 @@ def test_an_environment_that_does_not_repeat_its_episode_is_named(monkeypatch: p
         state["environments"][2][name] += 1
         with pytest.raises(ValueError, match="environment 2 does not repeat"):
             build(*WALK).load_state_dict(state)
+    restored, state = build(*WALK), build(*WALK).state_dict()
     monkeypatch.setattr(Walk, "fault", "global")
     with pytest.raises(ValueError, match="environment 0 does not repeat"):
-        build(*WALK).load_state_dict(build(*WALK).state_dict())
+        restored.load_state_dict(state)
 
 
 @pytest.mark.parametrize("fault", ["reward", "observation"])
@@ -293,7 +295,7 @@ def test_the_whole_first_episode_is_filmed(monkeypatch: pytest.MonkeyPatch, tmp_
     ("words", "named"),
     [
         ("--control.environment CartPol-v1", "control.environment is CartPol-v1"),
-        ("--control.environment a:b:c", "control.environment is a:b:c, which cannot be made: "),
+        ("--control.environment a:b:c", "control.environment is a:b:c, which cannot be made or played: "),
         ("--control.environment Endless-v0", "give --control.max_episode_steps"),
         ("--control.environment Random-v0", "registered as nondeterministic"),
         ("--control.environment Walk-v0 --control.gif episode.gif", "cannot render to an array"),
@@ -314,7 +316,9 @@ def test_an_environment_that_does_not_fit_is_rejected(
 
 @pytest.mark.parametrize(("saved", "given"), [("antigravity:Reach-v0", "CartPole-v1"), ("Pendulum-v1", "CartPole-v1")])
 def test_a_checkpoint_names_the_environment_but_no_other_package(saved: str, given: str) -> None:
-    chosen, header = settings("--control.environment", given), {"config": {"control": {"environment": saved}}}
+    chosen, control = settings("--control.environment", given), {"environment": saved}
+    sections = {"control": control}
+    header = {"config": sections}
     take_environment = module("evaluate").take_environment
     if ":" in saved:
         with pytest.raises(config.UserError, match=f"add --control.environment {saved}"):
@@ -329,17 +333,26 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise gymnasium.error.DependencyNotInstalled("pygame is not installed,\nrun `pip install ...`")
 
     monkeypatch.setattr(gymnasium, "make", fail)
-    with pytest.raises(config.UserError, match="cannot be made: DependencyNotInstalled: pygame is not installed, run"):
+    with pytest.raises(config.UserError, match="made or played: DependencyNotInstalled: pygame is not installed, run"):
         spaces.measure_spaces(config.ControlConfig())
 
 
-def test_an_error_of_an_environment_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("init", "RuntimeError: no license; gymnasium.pprint_registry()"),
+        ("global", "something else for the same seed and actions"),
+        ("shape", "should be a Box of shape (1,), but reset returned one of shape (2,)"),
+    ],
+)
+def test_an_environment_with_a_fault_is_rejected_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, named: str
 ) -> None:
-    monkeypatch.setattr(Walk, "fault", "init")
+    monkeypatch.setattr(Walk, "fault", fault)
     with pytest.raises(SystemExit):
         settings(*WALK)
-    assert "RuntimeError: no license; gymnasium.pprint_registry()" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
 
 
 def test_a_limit_of_the_steps_of_an_episode_is_obeyed() -> None:

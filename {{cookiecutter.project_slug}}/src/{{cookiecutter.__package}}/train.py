@@ -96,7 +96,7 @@ class Trainer:
             try:
                 if self.is_evaluation_due():
                     self.evaluate()
-                while progress.step != self.total_steps and progress.epoch < self.config.train.epochs:
+                while progress.step < (self.total_steps or math.inf) and progress.epoch < self.config.train.epochs:
                     self.run_epoch()
                 if progress.step == 0:
                     raise UserError("no epoch of the stream has data.global_batch_size samples; lower it")

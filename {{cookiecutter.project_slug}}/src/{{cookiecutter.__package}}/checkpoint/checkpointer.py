@@ -186,7 +186,7 @@ class Checkpointer:
                 return Progress(**header["progress"])
             except DamagedCheckpointError as error:
                 if path == candidates[-1]:
-                    raise
+                    raise DamagedCheckpointError(f"{error}; restore a copy, or give another run.dir") from None
                 if self.process.is_main:
                     print(f"{error}; resuming from the one before", file=sys.stderr)
         return Progress()

@@ -5,6 +5,7 @@ convert --checkpoint runs/large/checkpoints/step-00000100.dcp --output large.pt
 """
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,6 +16,9 @@ from .environment import exit_with_error
 #:: if cookiecutter.__plays ::#
 from .spaces import complete_settings
 #:: endif ::#
+
+# What jsonargparse says of a setting that may be null; the first group is what is wrong.
+OR_NULL = re.compile(r"Does not validate against any of the Union.*?- (.*?)\s*- Expected a <class 'NoneType'>.*", re.S)
 
 
 class Command(NamedTuple):
@@ -30,7 +34,7 @@ class Parser(ArgumentParser):
     """A parser that reports an error as one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        exit_with_error(message)
+        exit_with_error(OR_NULL.sub(r"\1; or null", message))
 
 
 def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, dict[str, Any], dict[str, str]]:
@@ -59,6 +63,8 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
         needed = " and ".join(f"--{path} PATH" for path in command.paths) or "neither"
         exit_with_error(f"of --checkpoint and --output, {name} needs {needed}")
     kinds = sections().items() if command.has_settings else ()
+    if empty := [key for key, _ in kinds if parsed[name][key] is None]:
+        exit_with_error(f"{empty[0]} is null; give it a setting, or leave it out")
     settings = {key: build_section(kind, vars(parsed[name][key])) for key, kind in kinds}
     #:: if cookiecutter.__plays ::#
     if settings and command.trains:  # Otherwise, a checkpoint says what the model is.

@@ -22,6 +22,7 @@ from ..runtime import all_gather_object
 from ..splitting import to_device, unpack
 
 SHOWN = 5  # Samples of each rank that a message names.
+MOST_SKIPPED = 100  # Steps in a row; a run that goes on skipping learns nothing.
 
 
 class FiniteGuard:
@@ -39,6 +40,7 @@ class FiniteGuard:
         self.stops, self.is_scaled = policy == "stop", scaler.is_enabled()
         self.buffers = [] if self.stops else [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self.kept = [buffer.clone() for buffer in self.buffers]
+        self.skipped_in_a_row = 0
         # The place in the data of each step since the last look: the epoch, and the samples of it consumed before.
         self.places: list[tuple[int, int]] = []
         # Of these steps, counted from 1: the first with such a loss on this rank, the first with such a gradient (0:
@@ -97,6 +99,13 @@ def check_finite(trainer: Any) -> dict[str, int]:
     places, guard.places = guard.places, []
     step = progress.step - len(places) + nth
     found = f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}"
+    are_all_bad = nth > 0 and count == len(places)
+    guard.skipped_in_a_row = guard.skipped_in_a_row + count if are_all_bad and not guard.stops else 0
+    if guard.skipped_in_a_row >= MOST_SKIPPED:
+        raise UserError(
+            f"{found}, as in the {guard.skipped_in_a_row} steps before, which were all skipped. The run ends with its "
+            "last checkpoint; mend the samples or the model, or lower optim.lr"
+        )
     if nth and not guard.stops:
         progress.skipped_steps += count
         trainer.tracker.print(f"{found}; skipped {count} step(s) up to step {progress.step}")

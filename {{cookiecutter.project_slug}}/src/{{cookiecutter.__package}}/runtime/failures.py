@@ -10,6 +10,7 @@ report to the store of the rendezvous, and reads those of the others; the rank w
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -45,11 +47,32 @@ class Report:
 def report_failures(describe_progress: Callable[[], str]) -> Iterator[None]:
     """Wrap what ranks do together: if one of them fails, another reports which one, and the progress of the run."""
     try:
-        with explain_out_of_memory(describe_progress):
+        with explain_dead_loader(describe_progress), explain_out_of_memory(describe_progress):
             yield
     except Exception as error:
         if dist.get_world_size() > 1 and not hasattr(error, "__notes__"):
             report(error, describe_progress())
+        raise
+
+
+@contextmanager
+def explain_dead_loader(describe_progress: Callable[[], str]) -> Iterator[None]:
+    """Replace an error that comes of the death of a loader process by one that names it.
+
+    PyTorch's handler of SIGCHLD raises another error wherever this process is, also in the middle of a report.
+    """
+    try:
+        yield
+    except Exception as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            torch._C._error_if_any_worker_fails()
+            found = error
+        except RuntimeError as death:
+            found = death
+        if str(found).startswith("DataLoader worker"):
+            remedy = "its memory may have run out: lower data.num_workers"
+            raise ConnectionError(f"{describe_progress()}: {str(found).strip()} ({remedy})") from None
         raise
 
 

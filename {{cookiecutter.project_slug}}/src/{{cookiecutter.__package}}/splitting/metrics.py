@@ -1,11 +1,16 @@
 """Metrics of samples, which the ranks computed: merged in the order of the dataset, each sample once."""
 
+import sys
+
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from ..config import UserError
 
+SHOWN = 5  # Samples that a warning names.
 Metrics = dict[str, np.ndarray]  # Per sample: arrays by name, whose first dimension is the samples.
 
 
@@ -19,6 +24,8 @@ def concatenate(name: str, values: list[Tensor], length: int) -> np.ndarray:
 def merge(shares: list[Metrics], length: int) -> Metrics:
     """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split.
 
+    Rank 0 warns of samples whose metrics are not finite, as those of the whole dataset then are not, either.
+
     Raises:
         RuntimeError: if one of ``length`` samples is missing or was counted twice.
     """
@@ -27,4 +34,17 @@ def merge(shares: list[Metrics], length: int) -> Metrics:
         raise RuntimeError(f"{len(np.unique(index))} of {length} samples were evaluated, {len(index)} times in all")
     order = np.argsort(index)
     names = next(share.keys() for share in shares if len(share["index"]))
-    return {name: np.concatenate([share[name] for share in shares if len(share["index"])])[order] for name in names}
+    merged = {name: np.concatenate([share[name] for share in shares if len(share["index"])])[order] for name in names}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warn_of_nonfinite(merged)
+    return merged
+
+
+def warn_of_nonfinite(metrics: Metrics) -> None:
+    """Print which samples have a metric that is not finite."""
+    for name, values in metrics.items():
+        bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
+        if len(bad):
+            more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+            shown = ", ".join(map(str, bad[:SHOWN]))
+            tqdm.write(f"warning: {name} of test sample {shown}{more} is not finite", file=sys.stderr)
