@@ -190,7 +190,9 @@ class Chain:
             return outcome
         goes_on = fault.kind in SURVIVED or self.restarts > 0
         has_ended = not left and (process.returncode == 0) == goes_on
-        messages = () if goes_on else MESSAGES[fault.kind][: None if self.nproc > 1 else 1]
+        # During the start, the other ranks may not yet wait for this one.
+        reports = self.nproc > 1 and fault.phase != "start"
+        messages = () if goes_on else MESSAGES[fault.kind][: None if reports else 1]
         values = {"rank": fault.rank, "run": re.escape(str(self.run))}
         named = [re.search(message.format(**values), log, re.MULTILINE) for message in messages]
         files = [*(folder / "tmp").iterdir(), *(folder / "shm").iterdir()]
