@@ -21,6 +21,7 @@ from runs import (
     find_marked_processes,
     find_ranks,
     plant,
+    processes,
     started,
     wait_for_step,
     wait_until,
@@ -112,20 +113,24 @@ def test_a_stop_code_takes_the_place_of_the_signal(baked: Bake, tmp_path: Path, 
 
 def listens(pid: int) -> bool:
     """Return whether a process has a handler of its own for SIGINT, which the script that started it ignores."""
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGINT - 1) & 1)
+    with suppress(FileNotFoundError, ProcessLookupError):  # It may have ended.
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGINT - 1) & 1)
+    return False
 
 
 @pytest.mark.parametrize("moment", ["check", "launcher", "ranks"])
 @every_launcher
 def test_ctrl_c_during_the_start_prints_no_traceback(baked: Bake, tmp_path: Path, launcher: str, moment: str) -> None:
+    mark = str(tmp_path).encode()
+
     def has_begun() -> bool:
-        pids = find_marked_processes(str(tmp_path))
         if moment == "ranks":
             return len(find_ranks(interrupted.launcher)) == 2
-        if moment == "launcher":  # It does not listen while Python starts.
-            return any(b".launch." in Path(f"/proc/{pid}/cmdline").read_bytes() and listens(pid) for pid in pids)
-        return any(b"--preflight" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
+        word = {"check": b"--preflight", "launcher": b".launch."}[moment]
+        begun = processes(lambda environment, command: mark in environment and word in command)
+        # The launcher does not listen while Python starts.
+        return any(map(listens, begun)) if moment == "launcher" else bool(begun)
 
     with running(baked(launcher=launcher), tmp_path, step=0) as interrupted:
         wait_until(has_begun, "the moment has come", 60)
