@@ -13,7 +13,7 @@ help:
 	@echo "make demo          render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test          check every rendered file; train every strategy, task and launcher: at most ten minutes"
 	@echo "make test-long     the other tests: failures, clusters, debuggers, the rendered projects' own tests"
-	@echo "make test-weekly   what is left of these: the rendered projects' own tests for more strategies and tasks"
+	@echo "make test-weekly   what is left of these: the same for more strategies, tasks and recipes"
 	@echo "make test-mutants  plant faults one at a time, and see that a test catches each: less than an hour"
 	@echo "make test-fast     lint, and run the tests that train nothing"
 	@echo "make lint          run the pre-commit checks"
