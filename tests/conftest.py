@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,20 @@ CHOICES: dict[str, list[Any]] = {
     for name in QUESTIONS
     if isinstance(CONTEXT[name], list | bool)
 }
-# For what depends little on the strategy: one with replicas, one with shards and one with stages; the others weekly.
-STRATEGIES = [
-    name if name in ("ddp", "fsdp", "pipeline") else pytest.param(name, marks=pytest.mark.weekly)
-    for name in CHOICES["parallelism"]
-]
-# Sections of the settings: what strategies and tasks do in their own way; and what the same code does in all projects,
-# of which one is enough.
-OWN = ("model", "train", "parallel", "control", "dataset", "generate")
+# Sections of the settings that the same code obeys in all projects, of which one is enough.
 SHARED = ("run", "data", "optim", "checkpoint", "distributed")
 Bake = Callable[..., Path]
 
 pytest_plugins = ["skips"]
+
+
+def leave_to_weekly(names: Iterable[str], left: Collection[str]) -> list[Any]:
+    """Return parameters of a test, of which those in ``left`` are only for `make test-weekly`."""
+    return [pytest.param(name, marks=pytest.mark.weekly) if name in left else name for name in names]
+
+
+# For what depends little on the strategy: one with replicas, one with shards and one with stages; the others weekly.
+STRATEGIES = leave_to_weekly(CHOICES["parallelism"], ("model_parallel", "tensor", "data_parallel"))
 
 # Each test of these files has its own runs.
 INDEPENDENT = ("test_effects.py", "test_matrix.py", "test_mutants.py", "test_project.py", "test_recipes.py")

@@ -626,17 +626,17 @@ def attempt(lab: Lab, effect: Effect, ignored: str) -> str:
     return f"nobody notices that {ignored} is ignored" if ignored else ""
 
 
-def main(package: str, task: str, folder: Path, *shown: str) -> None:
-    """Observe the effects of the sections on this rank, and write the outcome into the folder.
+def main(package: str, task: str, folder: Path, *left_out: str) -> None:
+    """Observe the effects of all sections but some on this rank, and write the outcome into the folder.
 
-    It has the names of all settings, with None for those of other sections.
+    It has the names of all settings, with None for those of sections that are left out.
     """
     if task == "control":
         from control_effects import CONTROL  # Imported here, because it imports this file.
 
         EFFECTS.update(CONTROL)
     for effects in (EFFECTS, ALONE):
-        for name in [name for name in effects if name.split(".")[0] not in shown]:
+        for name in [name for name in effects if name.split(".")[0] in left_out]:
             del effects[name]
     lab = Lab(package, task, folder)
     runtime, launch, rank = lab.module("runtime"), lab.module("launch"), os.environ["RANK"]

@@ -53,13 +53,13 @@ def refusal(lab: Lab, *words: str) -> str | None:
     return None
 
 
-def judge_settings(lab: Lab, judged: list[str], wrong: list[str]) -> list[tuple[str, str]]:
-    """Give every setting of some sections every value; returns what is accepted."""
+def judge_settings(lab: Lab, left_out: list[str], wrong: list[str]) -> list[tuple[str, str]]:
+    """Give every setting of all sections but some every value; returns what is accepted."""
     arguments = lab.module("launch.arguments")
     arguments.build_parser = functools.lru_cache(arguments.build_parser)
     accepted = []
     for section, kind in lab.module("config").sections().items():
-        for field, value in itertools.product(fields(kind) if section in judged else (), VALUES):
+        for field, value in itertools.product(() if section in left_out else fields(kind), VALUES):
             name = f"{section}.{field.name}"
             line = refusal(lab, f"--{name}={value}")
             if line is None:
@@ -126,10 +126,10 @@ def judge_runs(lab: Lab, accepted: list[tuple[str, str]], wrong: list[str]) -> i
     return finished
 
 
-def main(package: str, task: str, folder: Path, judged: list[str], trains: bool) -> None:
+def main(package: str, task: str, folder: Path, left_out: list[str], trains: bool) -> None:
     """Write what went wrong, and how much was refused and accepted, into the folder."""
     lab, wrong = Lab(package, task, folder), list[str]()
-    accepted = judge_settings(lab, judged, wrong)
+    accepted = judge_settings(lab, left_out, wrong)
     counts = {"accepted": len(accepted), "refused variables": judge_variables(lab, wrong)}
     if trains:
         lab.module("train")  # Imported before the children are forked.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHOICES, Bake, run
+from conftest import CHOICES, Bake, leave_to_weekly, run
 from recipes import Edit, apply
 from runs import TOLERANCE, alone, assert_close, assert_same_weights, kill_after, launch, losses, records, resume
 
@@ -79,10 +79,7 @@ WEEKLY = ("contrastive", "gan", "images", "stream", "transformers")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(name, marks=[pytest.mark.weekly] * (name in WEEKLY)) for name in [*NAMES, *OF_CONTROL]],
-)
+@pytest.mark.parametrize("recipe", leave_to_weekly([*NAMES, *OF_CONTROL], WEEKLY))
 def test_a_recipe_trains_resumes_and_evaluates_the_same(bake: Bake, tmp_path: Path, recipe: str) -> None:
     project = bake(task="control") if recipe in OF_CONTROL else bake()
     if recipe == "finetune":

@@ -209,13 +209,18 @@ def test_a_run_that_has_taken_more_steps_than_it_is_to_take_ends_at_once(plain: 
     assert checkpoints(tmp_path) == before and records(tmp_path, "train")[-1]["step"] == 6
 
 
+def find_loaders(mark: str) -> list[int]:
+    """Return the ids of the loader processes of a run with this text in its environment."""
+    return processes(lambda environment, command: mark.encode() in environment and b"spawn_main" in command)
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_loader_process_that_is_killed_is_named(plain: Path, tmp_path: Path, nproc: int) -> None:
     log, mark = tmp_path / "log", str(tmp_path)
     command = ("scripts/launch.sh", "train", *SHORT, *ENDLESS, "--data.num_workers", "1", "--run.dir", tmp_path / "run")
     with started(*command, cwd=plain, log=log, NPROC=str(nproc), MARK=mark) as launcher:
         wait_for_step(2, tmp_path / "run", launcher, log)
-        victim = max(processes(lambda env, words: mark.encode() in env and b"spawn_main" in words))
+        victim = max(find_loaders(mark))
         os.kill(victim, signal.SIGKILL)
         assert launcher.wait(60) == 1
     lines = log.read_text().splitlines()
@@ -337,21 +342,18 @@ def test_a_run_directory_in_use_is_rejected(plain: Path, tmp_path: Path) -> None
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
 @pytest.mark.parametrize("at", ["start", "step 2"])
 def test_loader_processes_end_with_their_rank_and_leave_nothing(plain: Path, tmp_path: Path, at: str) -> None:
-    def loaders() -> list[int]:
-        return processes(lambda environment, command: mark.encode() in environment and b"spawn_main" in command)
-
     mark, log, temporary = str(tmp_path), tmp_path / "log", tmp_path / "tmp"
     temporary.mkdir()
     command = ("scripts/launch.sh", "train", *SHORT, *ENDLESS, "--data.num_workers", "1", "--run.dir", tmp_path / "run")
     environment = {"NPROC": "2", "MARK": mark, "TMPDIR": str(temporary)}
     with started(*command, cwd=plain, log=log, **environment) as launcher:
         if at == "start":
-            wait_until(lambda: loaders() or launcher.poll() is not None, "loader processes start", 120)
+            wait_until(lambda: find_loaders(mark) or launcher.poll() is not None, "loader processes start", 120)
             assert launcher.poll() is None, log.read_text()
         else:
             wait_for_step(2, tmp_path / "run", launcher, log)
         launcher.kill()
-        wait_until(lambda: not loaders(), "the loader processes end with their rank", 30)
+        wait_until(lambda: not find_loaders(mark), "the loader processes end with their rank", 30)
     # All runs of a user share PyTorch's cache.
     assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 

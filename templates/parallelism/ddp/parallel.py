@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .config import Config, UserError
 from .model import blocks
 from .runtime import Process
-from .splitting import prepare_blocks, split_batch
+from .splitting import name_some, prepare_blocks, split_batch
 from .strategy import LossFn, Strategy
 
 

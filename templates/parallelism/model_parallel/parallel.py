@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import Config, UserError
 from .runtime import Process
-from .splitting import balance, check_sequence, prepare_blocks, split_batch, to_device
+from .splitting import balance, check_sequence, name_some, prepare_blocks, split_batch, to_device
 from .strategy import LossFn, Strategy
 
 

@@ -159,7 +159,7 @@ class Experience:
         shares = self.gather((self.environments.problem, self.sum_advantages(), self.ended_episodes()))
         problems, sums, episodes = zip(*shares, strict=True)
         if problem := next(filter(None, problems), None):
-            raise UserError(f"{problem}; the run ends with its last checkpoint: mend the environment")
+            raise UserError(f"{problem}; the run ends with its last checkpoint: fix the environment")
         self.metrics = {"environment_steps": self.environment_steps}
         ended = {number: ends for share in episodes for number, ends in share.items()}
         returns, lengths = np.concatenate([ended[number] for number in sorted(ended)]).T

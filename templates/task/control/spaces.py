@@ -64,7 +64,7 @@ def check_observations(name: str, space: Box, first: list[Any], again: list[Any]
     if np.shape(first[0]) != space.shape:
         raise UserError(
             f"control.environment is {name}, whose observations should be {describe(space)}, but reset returned one of "
-            f"shape {np.shape(first[0])}; mend the environment"
+            f"shape {np.shape(first[0])}; fix the environment"
         )
     if not all(np.array_equal(one, other, equal_nan=True) for one, other in zip(first, again, strict=False)):
         raise UserError(

@@ -19,9 +19,8 @@ from torch.utils.data import Sampler
 
 from ..config import UserError
 from ..runtime import all_gather_object
-from ..splitting import to_device, unpack
+from ..splitting import name_some, to_device, unpack
 
-SHOWN = 5  # Samples of each rank that a message names.
 MOST_SKIPPED = 100  # Steps in a row; a run that goes on skipping learns nothing.
 
 
@@ -99,24 +98,25 @@ def check_finite(trainer: Any) -> dict[str, int]:
     places, guard.places = guard.places, []
     step = progress.step - len(places) + nth
     found = f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}"
-    are_all_bad = nth > 0 and count == len(places)
-    guard.skipped_in_a_row = guard.skipped_in_a_row + count if are_all_bad and not guard.stops else 0
+    if nth and guard.stops:
+        located = all_gather_object(locate(trainer, *places[nth - 1]))
+        shown = next((f", first in {place}" for place in located if place), "")
+        raise UserError(
+            f"{found}{shown}. The run ends with its last checkpoint; fix the samples or the model, lower optim.lr, or "
+            "set train.on_nonfinite to skip such steps"
+        )
+    skipped = count if nth else 0
+    # Without steps since the last look, as when a save follows a log line, the row goes on.
+    guard.skipped_in_a_row = guard.skipped_in_a_row + skipped if skipped == len(places) else 0
     if guard.skipped_in_a_row >= MOST_SKIPPED:
         raise UserError(
             f"{found}, as in the {guard.skipped_in_a_row} steps before, which were all skipped. The run ends with its "
-            "last checkpoint; mend the samples or the model, or lower optim.lr"
+            "last checkpoint; fix the samples or the model, or lower optim.lr"
         )
-    if nth and not guard.stops:
-        progress.skipped_steps += count
-        trainer.tracker.print(f"{found}; skipped {count} step(s) up to step {progress.step}")
-    if not (nth and guard.stops):
-        return {"skipped_steps": progress.skipped_steps} if progress.skipped_steps else {}
-    located = all_gather_object(locate(trainer, *places[nth - 1]))
-    shown = next((f", first in {place}" for place in located if place), "")
-    raise UserError(
-        f"{found}{shown}. The run ends with its last checkpoint; mend the samples or the model, lower optim.lr, or set "
-        "train.on_nonfinite to skip such steps"
-    )
+    if nth:
+        progress.skipped_steps += skipped
+        trainer.tracker.print(f"{found}; skipped {skipped} step(s) up to step {progress.step}")
+    return {"skipped_steps": progress.skipped_steps} if progress.skipped_steps else {}
 
 
 def locate(trainer: Any, epoch: int, samples: int) -> str:
@@ -149,8 +149,7 @@ def name_samples(trainer: Any, rows: list[int]) -> str:
     if isinstance(sampler, Sampler):
         keys = list(islice(sampler, rows[-1] + 1))
         names = [keys[row][1] for row in rows]
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(str, names[:SHOWN])) + more
+    return name_some(names)
 
 
 @contextmanager

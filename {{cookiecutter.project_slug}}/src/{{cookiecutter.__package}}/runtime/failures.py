@@ -65,14 +65,14 @@ def explain_dead_loader(describe_progress: Callable[[], str]) -> Iterator[None]:
         yield
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        text = str(error)
         try:
             torch._C._error_if_any_worker_fails()
-            found = error
         except RuntimeError as death:
-            found = death
-        if str(found).startswith("DataLoader worker"):
+            text = str(death)
+        if text.startswith("DataLoader worker"):
             remedy = "its memory may have run out: lower data.num_workers"
-            raise ConnectionError(f"{describe_progress()}: {str(found).strip()} ({remedy})") from None
+            raise ConnectionError(f"{describe_progress()}: {text.strip()} ({remedy})") from None
         raise
 
 

@@ -15,7 +15,7 @@ from .experience import STEPS_PER_MESSAGE, Experience
 from .gather import Shares, gather_global_batch, set_shares
 from .loaders import Batches
 from .losses import GlobalMean, Loss, Weight, read_loss
-from .metrics import Metrics, concatenate, merge
+from .metrics import Metrics, concatenate, merge, name_some
 from .nested import split_batch, to_device, unpack
 from .order import permuted
 #:: if cookiecutter.__plays ::#

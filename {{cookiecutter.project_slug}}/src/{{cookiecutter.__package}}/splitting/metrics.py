@@ -1,6 +1,7 @@
 """Metrics of samples, which the ranks computed: merged in the order of the dataset, each sample once."""
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,7 +11,6 @@ from tqdm import tqdm
 
 from ..config import UserError
 
-SHOWN = 5  # Samples that a warning names.
 Metrics = dict[str, np.ndarray]  # Per sample: arrays by name, whose first dimension is the samples.
 
 
@@ -43,8 +43,12 @@ def merge(shares: list[Metrics], length: int) -> Metrics:
 def warn_of_nonfinite(metrics: Metrics) -> None:
     """Print which samples have a metric that is not finite."""
     for name, values in metrics.items():
-        bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
-        if len(bad):
-            more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-            shown = ", ".join(map(str, bad[:SHOWN]))
-            tqdm.write(f"warning: {name} of test sample {shown}{more} is not finite", file=sys.stderr)
+        bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1)).tolist()
+        if bad:
+            tqdm.write(f"warning: {name} of test sample {name_some(bad)} is not finite", file=sys.stderr)
+
+
+def name_some(names: Sequence[object], most: int = 5) -> str:
+    """Return the first names as a text, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
