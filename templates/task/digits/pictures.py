@@ -34,7 +34,7 @@ def draw_images(images: Sequence[np.ndarray], captions: Sequence[str], title: st
     from matplotlib.figure import Figure
 
     columns = 10
-    figure = Figure(figsize=(columns, 1 + 1.2 * math.ceil(len(images) / columns)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(columns, 1 + 1.1 * math.ceil(len(images) / columns)), dpi=100, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title)
     axes.set_axis_off()
