@@ -18,8 +18,8 @@ import pexpect
 import pytest
 import torch
 import yaml
-from PIL import Image
 from conftest import CHOICES, Bake
+from PIL import Image
 from runs import (
     ENDLESS,
     SHORT,

@@ -1,5 +1,6 @@
 """The settings of training act, and what a run keeps is what it should keep; all in this process, on one rank."""
 
+import json
 import math
 import os
 import random
