@@ -240,9 +240,9 @@ def test_a_picture_that_cannot_be_made_is_only_missed(tmp_path: Path, capsys: py
 
     collect, write = module("reporting").collect_examples, module("reporting").write_examples
     write(tmp_path, {"a.png": fail, "b.txt": lambda: "text", **collect(SimpleNamespace(examples=len), None)})
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"warning: no a.png in {tmp_path}: ") and "No space left" in first
-    assert "no examples" in second and "TypeError" in second
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2 and printed[0].startswith(f"warning: no a.png in {tmp_path}: ")
+    assert "No space left" in printed[0] and "no examples" in printed[1] and "TypeError" in printed[1]
     assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
 
 
