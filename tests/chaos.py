@@ -60,7 +60,7 @@ MESSAGES = {
 }
 # The run goes on as if nothing had happened.
 SURVIVED = ("clock on", "clock back")
-MEASURED = {"samples_per_second", "memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
+MEASURED = {"samples_per_second", "tokens_per_second", "memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
 PYTORCH_CACHE = "torchinductor_"  # All runs of a user share this folder.
 # As root, a run has a /dev/shm of its own, in which what it leaves can be told from what others do.
 OWN_SHM = ["unshare", "-m", "sh", "-c", 'mount --bind "$TMPDIR/../shm" /dev/shm && exec "$@"', "own-shm"]

@@ -393,7 +393,7 @@ def judge_weights(lab: Lab) -> list[str]:
 
 def judge_metrics(lab: Lab) -> list[str]:
     """Return what goes wrong when a file of metrics is torn or altered anywhere, and then continued and drawn."""
-    metrics, wrong = lab.module("reporting.metrics"), []
+    metrics, curves, wrong = lab.module("reporting.metrics"), lab.module("reporting.curves"), []
     folder = lab.new_folder()
     folder.mkdir()
     path, image = folder / "metrics.jsonl", folder / "curves.png"
@@ -424,7 +424,7 @@ def judge_metrics(lab: Lab) -> list[str]:
             with contextlib.redirect_stderr(io.StringIO()):
                 metrics.truncate_metrics(path, 4, 4)
                 if cases.index((name, content)) % 40 == 0 or len(name) > 12:
-                    metrics.draw_curves(path, image, "accuracy")
+                    curves.draw_curves(folder, "accuracy", {}).savefig(image)
             left = path.read_bytes().splitlines(keepends=True)
             assert all(json.dumps(json.loads(line)).encode() + b"\n" in left for line in kept), "a record was lost"
         except Exception as error:

@@ -327,6 +327,21 @@ PROJECT = {
         "    for optimizer in ():\n        # This",
         RESUME,
     ),
+    "a resumed step has no mark": Mutant(
+        SRC + "reporting/provenance.py", "min([last, *steps])", "0", "test_training.py::where_the_run_was_resumed"
+    ),
+    "a picture that is missing is not reported": Mutant(
+        SRC + "reporting/examples.py",
+        'print(f"warning: no {name} in {run_dir}: {reason}", file=sys.stderr)',
+        "del reason",
+        "test_training.py::only_missed",
+    ),
+    "the confusion matrix is transposed": Mutant(
+        SRC + "reporting/pictures.py",
+        "np.add.at(counts, (target, prediction), 1)",
+        "np.add.at(counts, (prediction, target), 1)",
+        "test_dataset.py::confusion",
+    ),
     "records of lost steps stay": Mutant(
         SRC + "reporting/metrics.py", ' if record["step"] <= last.get(record["event"], step)]', "]", RESUME
     ),

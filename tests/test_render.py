@@ -227,7 +227,8 @@ CHANGED = {
         *("tests/test_evaluate.py", "tests/test_experiment.py", "tests/test_training.py"),
         *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py", "launch/values.py"),
         *package("splitting/__init__.py", "splitting/environments.py", "splitting/experience.py"),
-        *package("splitting/policy.py", "reporting/benchmark.py", "reporting/metrics.py"),
+        *package("splitting/policy.py", "reporting/benchmark.py", "reporting/curves.py"),
+        *package("reporting/__init__.py", "reporting/pictures.py"),
     },
     "launcher": {
         *("README.md", "scripts/launch.sh", ".vscode/launch.json", ".run/train_on_two_ranks.run.xml"),

@@ -61,7 +61,7 @@ from pathlib import Path
 import torch
 
 folder, kills = Path(sys.argv[1]), sys.argv[2]
-measured = {"samples_per_second", "memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
+measured = {"samples_per_second", "tokens_per_second", "memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
 
 def read(run):
     """Return the records of a run without what was measured, and the weights in its last checkpoint."""

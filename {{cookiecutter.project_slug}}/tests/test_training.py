@@ -1,5 +1,6 @@
 """The settings of training act, and what a run keeps is what it should keep; all in this process, on one rank."""
 
+import json
 import math
 import os
 import random
@@ -199,12 +200,15 @@ def test_the_curves_show_what_was_logged(finished: Finished, tmp_path: Path, mon
     drawn: dict[str, list[tuple[int, float]]] = {}
     plot = Axes.plot
 
-    def spy(axes: Axes, steps: Any, values: Any, label: str) -> Any:
+    def spy(axes: Axes, steps: Any, values: Any, label: str, **options: Any) -> Any:
         drawn[label] = list(zip(steps, values, strict=True))
-        return plot(axes, steps, values, label=label)
+        return plot(axes, steps, values, label=label, **options)
 
     monkeypatch.setattr(Axes, "plot", spy)
-    module("reporting.metrics").draw_curves(finished.run / "metrics.jsonl", tmp_path / "a.png", dataset.BEST_METRIC)
+    figure = module("reporting.curves").draw_curves(finished.run, dataset.BEST_METRIC, {"loss": "nats"})
+    figure.savefig(tmp_path / "a.png")
+    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("optimizer step", "loss (nats)")
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
     records = read_records(finished.run, "train")
     #:: if cookiecutter.__plays ::#
     assert drawn["training loss"] == [(record["step"], record["loss"]) for record in records]
@@ -212,9 +216,34 @@ def test_the_curves_show_what_was_logged(finished: Finished, tmp_path: Path, mon
     assert drawn["test mean return"] == [(record["environment_steps"], record["mean_return"]) for record in played]
     #:: else ::#
     assert drawn["training loss"] == [(record["step"], record["loss"]) for record in records]
-    assert drawn[f"test {dataset.BEST_METRIC}"] == list(enumerate(finished.values, start=1))
+    assert drawn[f"test {dataset.BEST_METRIC.replace('_', ' ')}"] == list(enumerate(finished.values, start=1))
     #:: endif ::#
     assert (tmp_path / "a.png").stat().st_size > 0
+
+
+def test_the_curves_show_both_splits_and_where_the_run_was_resumed(tmp_path: Path) -> None:
+    rows = [{"event": event, "step": step, "loss": 1.0} for step in (10, 20, 30) for event in ("train", "eval")]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Newest first: the start that resumed from 25 went back behind the one from 28, and the one from 30 took no step.
+    steps = [30, 25, 28, 12, 0, None, "5"]
+    starts = [{"step": step} for step in steps]
+    (tmp_path / "provenance.json").write_text(json.dumps(starts[0] | {"earlier": starts[1:]}))
+    axes = module("reporting.curves").draw_curves(tmp_path, dataset.BEST_METRIC, {}).axes[0]
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [12, 25]
+    shown = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert shown == ["training loss", "test loss", "resumed"]
+
+
+def test_a_picture_that_cannot_be_made_is_only_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    collect, write = module("reporting").collect_examples, module("reporting").write_examples
+    write(tmp_path, {"a.png": fail, "b.txt": lambda: "text", **collect(SimpleNamespace(examples=len), None)})
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2 and printed[0].startswith(f"warning: no a.png in {tmp_path}: ")
+    assert "No space left" in printed[0] and "no examples" in printed[1] and "TypeError" in printed[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
 
 
 def test_throughput_counts_the_time_of_training_alone(

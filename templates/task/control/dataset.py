@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,15 @@ from torch.utils.data import default_collate
 
 from .config import Config, ControlConfig, DataConfig, ModelConfig
 from .launch import check_spaces
+from .reporting import Examples, draw_episode
 from .runtime import Context
 from .splitting import Experience, Policy, read_outputs
 
 # The metric that selects the best checkpoint, and whether higher is better.
 BEST_METRIC, HIGHER_IS_BETTER = "mean_return", True
+
+# Units of the curves of the loss, which has none, and that metric.
+UNITS = {"mean_return": "sum of rewards"}
 
 # Makes a batch of a list of samples; experience has its own batches.
 collate_fn = default_collate
@@ -116,3 +121,11 @@ def aggregate_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
     returns = episodes["return"]
     metrics = {"mean_return": float(returns.mean()), "min_return": float(returns.min())}
     return metrics | {"max_return": float(returns.max()), "mean_length": float(episodes["length"].mean())}
+
+
+def examples(evaluator: Any) -> Examples:
+    """Return files that show the last evaluation, each with a function that makes it; optional, called on all ranks."""
+    if not evaluator.first_episode:
+        return {}
+    observations, actions, rewards = (np.array(column) for column in zip(*evaluator.first_episode, strict=True))
+    return {"episode.png": partial(draw_episode, observations, actions, rewards)}

@@ -2,7 +2,8 @@ class Evaluator:
     """Plays all episodes of the test set with the most likely actions, each once, each time it is called.
 
     ``guard`` returns a context manager for some steps, entered equally often on every rank; it may raise to stop.
-    ``experience`` is what was trained on so far.
+    ``experience`` is what was trained on so far. On rank 0, ``first_episode`` has the observation, the action and the
+    reward of each step of the first episode.
     """
 
     def __init__(
@@ -17,6 +18,7 @@ class Evaluator:
         self.episodes, self.parallel, self.seed, self.guard = episodes, parallel, seed, guard
         self.policy, self.batch_size = Policy(parallel, episodes.model), config.eval_batch_size
         self.experience = experience
+        self.first_episode: list[tuple[np.ndarray, np.ndarray, float]] = []
         self.frames: list[Image.Image] = []
         self.frames_per_second = 30.0
 
@@ -49,7 +51,8 @@ class Evaluator:
     def play(self, numbers: range) -> Metrics:
         """Play episodes at the same time, until no rank plays any more."""
         control = self.episodes.control
-        is_filmed = control.gif is not None and self.parallel.dp_rank == 0 and numbers[0] == 0 and self.policy.is_first
+        is_first = self.parallel.dp_rank == 0 and numbers[0] == 0 and self.policy.is_first
+        is_filmed = is_first and control.gif is not None
         first = partial(make_environment, control, render_mode="rgb_array" if is_filmed else None)
         others = [partial(make_environment, control)] * (len(numbers) - 1)
         vector = SyncVectorEnv([first, *others])  # It resets environments that have ended.
@@ -58,14 +61,18 @@ class Evaluator:
         playing, returns, lengths = np.full(len(numbers), True), np.zeros(len(numbers)), np.zeros(len(numbers), int)
         film = partial(self.film, vector) if is_filmed else lambda: None
         film()
+        self.first_episode = [] if is_first else self.first_episode
         while any(all_gather_object(bool(playing.any()))):
             with self.guard():
                 for _ in range(STEPS_PER_MESSAGE):
                     policy, _ = self.policy(to_tensor(observations))
                     actions = to_valid(policy.mode, vector.single_action_space)
+                    seen = np.array(observations[0])
                     observations, rewards, terminated, truncated, _ = vector.step(actions)
                     if playing[0]:
                         film()
+                    if playing[0] and is_first:
+                        self.first_episode.append((seen, np.array(actions[0]), float(rewards[0])))
                     returns, lengths = returns + rewards * playing, lengths + playing
                     playing &= ~(terminated | truncated)
         vector.close()

@@ -289,6 +289,10 @@ def test_the_whole_first_episode_is_filmed(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module("evaluate"), "all_gather_object", lambda own: [own])
     evaluator.play_share()
     assert len(evaluator.frames) == 5 + 1 and {frame.mode for frame in evaluator.frames} == {"P"}
+    panels = dataset.examples(evaluator)["episode.png"]().axes
+    assert [axes.get_ylabel() for axes in panels] == ["observation", "action", "sum of rewards"]
+    assert [line.get_ydata().tolist() for line in panels[2].lines] == [[1, 2, 3, 4, 5]]
+    assert panels[2].get_xlabel() == "step of the episode" and len(panels[0].lines) == 4
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@
 """
 
 import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +15,17 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 from .config import Config
+from .reporting import Examples, draw_confusion, draw_images
 
 FILE = Path(__file__).with_name("digits.npz")
 CLASSES = 10
+MOST_IMAGES = 40  # In the picture of misread digits.
 
 # The metric that selects the best checkpoint, and whether higher is better.
 BEST_METRIC, HIGHER_IS_BETTER = "accuracy", True
+
+# Units of the curves of the loss and that metric.
+UNITS = {"loss": "nats", "accuracy": "share of images"}
 
 # Makes a batch, a pair (inputs, targets), of a list of samples.
 collate_fn = default_collate
@@ -81,4 +88,21 @@ def aggregate_metrics(samples: dict[str, np.ndarray]) -> dict[str, float | list[
         "loss": float(samples["loss"].mean(dtype=np.float64)),
         "accuracy": float(correct.mean()),
         "class_accuracy": [float(correct[samples["target"] == c].mean()) for c in range(CLASSES)],
+    }
+
+
+def examples(evaluator: Any) -> Examples:
+    """Return files that show the last evaluation, each with a function that makes it; optional, called on all ranks."""
+    metrics = evaluator.metrics
+    if not metrics:
+        return {}
+    images, names = evaluator.samples.dataset.images, [str(label) for label in range(CLASSES)]
+    target, prediction = metrics["target"], metrics["prediction"]
+    misread = [index for index in np.argsort(-metrics["loss"]) if target[index] != prediction[index]]
+    shown = misread[:MOST_IMAGES]
+    captions = [f"{target[index]} as {prediction[index]}" for index in shown]
+    title = f"{len(misread)} of {len(target)} test images are misread; those with the highest loss first"
+    return {
+        "confusion.png": partial(draw_confusion, target, prediction, names),
+        "misread.png": partial(draw_images, [images[index].numpy() for index in shown], captions, title),
     }

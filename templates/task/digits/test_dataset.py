@@ -1,5 +1,8 @@
 """The digits, how they are shifted, and the metrics of what the model predicts."""
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -39,3 +42,23 @@ def test_the_metrics_are_those_of_the_images() -> None:
     assert metrics == pytest.approx({"loss": loss, "accuracy": sum(right) / 50})
     total, weight = dataset.loss_fn(outputs, targets)
     assert weight == 50 and total.item() / weight == pytest.approx(loss)
+
+
+def test_the_confusion_matrix_counts_each_image() -> None:
+    torch.manual_seed(0)
+    _, test_set = dataset.build_datasets(settings())
+    target, prediction = test_set.labels.numpy(), torch.randint(10, (360,)).numpy()
+    metrics = {"target": target, "prediction": prediction, "loss": torch.rand(360).numpy()}
+    evaluator = SimpleNamespace(metrics=metrics, samples=SimpleNamespace(dataset=test_set))
+    drawn = dataset.examples(evaluator)
+    axes = drawn["confusion.png"]().axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted class", "true class")
+    shown = {(text.get_position()[1], text.get_position()[0]): int(text.get_text()) for text in axes.texts}
+    assert shown == Counter(zip(target.tolist(), prediction.tolist(), strict=True))
+    axes = drawn["misread.png"]().axes[0]
+    misread = [index for index in range(360) if target[index] != prediction[index]]
+    worst = sorted(misread, key=lambda index: -metrics["loss"][index])[: len(axes.texts)]
+    assert [text.get_text() for text in axes.texts] == [f"{target[index]} as {prediction[index]}" for index in worst]
+    for image, index in zip(axes.images, worst, strict=True):
+        assert (image.get_array() == test_set.images[index].numpy()).all()
+    assert axes.get_title().startswith(f"{len(misread)} of 360 ")

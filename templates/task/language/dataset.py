@@ -23,14 +23,21 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 from .config import Config, DatasetConfig, UserError
+from .generate import continue_prompts
+from .reporting import Examples
 
 # Folders that are not the standard library's own code; then generated tables, one of which could fill the test split
 # with text unlike the rest.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 EXCLUDED |= {"encodings", "entities.py", "msilib", "pydoc_data"}
 
+SAMPLES, SAMPLE_BYTES = 3, 128  # Texts that the model writes at the end of a run, and their length.
+
 # The metric that selects the best checkpoint, and whether higher is better.
 BEST_METRIC, HIGHER_IS_BETTER = "bits_per_byte", False
+
+# Units of the curves of the loss and that metric, whose name is its unit.
+UNITS = {"loss": "nats per byte"}
 
 # Makes a batch, a pair (inputs, targets), of a list of samples.
 collate_fn = default_collate
@@ -44,12 +51,15 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         start: First byte of the part.
         stop: End of the part, exclusive.
         context: Bytes per window.
+
+    Attributes:
+        tokens_per_sample: The same; records then have the tokens per second as well.
     """
 
     def __init__(self, path: Path, start: int, stop: int, context: int) -> None:
         self.arguments = path, start, stop, context
         self.text = np.memmap(path, np.uint8, mode="r", offset=start, shape=(stop - start,))
-        self.context = context
+        self.context = self.tokens_per_sample = context
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader process maps the file itself; pickling the map would copy the whole text.
@@ -154,3 +164,15 @@ def aggregate_metrics(samples: dict[str, np.ndarray]) -> dict[str, float]:
     """
     loss = float(samples["loss"].mean(dtype=np.float64))
     return {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": float(np.exp(loss))}
+
+
+def examples(evaluator: Any) -> Examples:
+    """Return files that show what the model does, each with a function that makes it; optional, a collective."""
+    test_set = evaluator.samples.dataset
+    starts = [len(test_set) * part // SAMPLES for part in range(SAMPLES)]
+    prompts = [bytes(test_set[start][0][: test_set.context // 2].tolist()) for start in starts]
+    texts = continue_prompts(evaluator.parallel, prompts, SAMPLE_BYTES, test_set.context, guard=evaluator.guard)
+    evaluator.parallel.module.train()
+    headings = b"=== from the test set:\n", b"\n=== continued by the model:\n"
+    parts = [headings[0] + prompt + headings[1] + text + b"\n" for prompt, text in zip(prompts, texts, strict=True)]
+    return {"samples.txt": lambda: b"\n".join(parts).decode(errors="replace")}

@@ -2,7 +2,8 @@ class Evaluator:
     """Evaluates a model on a map-style dataset each time it is called; rejects a stream, whose samples have no index.
 
     ``guard`` returns a context manager for each batch, entered equally often on every rank; it may raise to stop. The
-    samples are loaded by the processes of ``beside``, the loader of training.
+    samples are loaded by the processes of ``beside``, the loader of training. ``metrics`` are the per-sample metrics of
+    the last evaluation, in the order of the dataset; empty before the first.
     """
 
     def __init__(
@@ -17,6 +18,7 @@ class Evaluator:
         if isinstance(samples, IterableDataset):
             raise UserError("the test set is an IterableDataset; give a list of its samples, so that each counts once")
         self.samples, self.parallel, self.guard = seed_dataset(samples, seed), parallel, guard
+        self.metrics: Metrics = {}
         if not len(samples):
             raise UserError("the test set is empty; give it a sample")
         self.sampler = EvalSampler(len(samples), parallel.dp_rank, parallel.dp_size, config.eval_batch_size)
@@ -30,8 +32,8 @@ class Evaluator:
         own = self.evaluate_share()
         self.parallel.module.train()
         # One message of a few arrays per rank; samples are put in order by their index.
-        metrics = merge(all_gather_object(own), len(self.samples))
-        return {"num_samples": len(self.samples), **dataset.aggregate_metrics(metrics)}
+        self.metrics = merge(all_gather_object(own), len(self.samples))
+        return {"num_samples": len(self.samples), **dataset.aggregate_metrics(self.metrics)}
 
     @torch.no_grad()
     def evaluate_share(self) -> Metrics:

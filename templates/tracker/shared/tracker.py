@@ -5,26 +5,32 @@
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from ..runtime import disk_errors
-from .metrics import draw_curves, format_record, truncate_metrics
+from .curves import draw_curves
+from .examples import write_examples
+from .metrics import format_record, truncate_metrics
 
 
 class Tracker:
     """Records a run in ``run_dir`` on rank 0; on the other ranks, its methods do nothing.
 
-    On a terminal it shows a progress bar; elsewhere it prints a line for each record. At the end it draws the loss and
-    ``best_metric``.
+    On a terminal it shows a progress bar; elsewhere it prints a line for each record. At the end it writes the files of
+    ``examples``: the curves of the loss and ``best_metric``, whose units are ``units``, and what the loop adds.
     """
 
-    def __init__(self, run_dir: Path, is_main: bool, best_metric: str) -> None:
+    def __init__(self, run_dir: Path, is_main: bool, best_metric: str, units: Mapping[str, str]) -> None:
         self.run_dir, self.is_main, self.best_metric = run_dir, is_main, best_metric
+        curves = partial(draw_curves, run_dir, best_metric, units)
+        self.examples: dict[str, Callable[[], Any]] = {"curves.png": curves}
+        self.shown: dict[str, str] = {}  # Behind the progress bar.
         self.metrics: TextIO | None = None
         self.bar: tqdm[Any] | None = None
         #:: block attributes ::#
@@ -42,14 +48,16 @@ class Tracker:
             return
         path = self.run_dir / "metrics.jsonl"
         truncate_metrics(path, done, evaluated)
-        bar = tqdm(total=total, initial=done, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        layout = None if total is None else "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
+        is_hidden = not sys.stderr.isatty()
+        bar = tqdm(None, "", total, unit="step", initial=done, disable=is_hidden, dynamic_ncols=True, bar_format=layout)
         with ExitStack() as stack:
             self.metrics = stack.enter_context(open(path, "a", encoding="utf-8", buffering=1))
             self.bar = stack.enter_context(bar)
             #:: block open ::#
             #:: endblock ::#
             yield
-        draw_curves(path, self.run_dir / "curves.png", self.best_metric)
+        write_examples(self.run_dir, self.examples)
 
     def advance(self) -> None:
         """Count one step."""
@@ -67,10 +75,21 @@ class Tracker:
         metrics = "  ".join(
             f"{name} {value:.4g}" for name, value in record.items() if isinstance(value, int | float) and name != "step"
         )
-        if record["event"] == "train" and not self.bar.disable:
-            self.bar.set_postfix_str(f"loss {record['loss']:.4g}")
-        else:
+        if record["event"] != "train" or self.bar.disable:
             self.print(f"{record['event']} step {record['step']}  {metrics}")
+        self.show(record)
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Show the loss, the throughput and the last evaluation behind the progress bar."""
+        assert self.bar is not None
+        if record["event"] == "train":
+            self.shown["loss"] = f"loss {record['loss']:.4g}"
+            for unit in ("samples", "tokens"):
+                if (rate := record.get(f"{unit}_per_second")) is not None:
+                    self.shown["throughput"] = f"{rate:,.0f} {unit}/s"
+        elif isinstance(value := record.get(self.best_metric), int | float):
+            self.shown["metric"] = f"{self.best_metric.replace('_', ' ')} {value:.4g}"
+        self.bar.set_postfix_str(", ".join(self.shown.values()))
 
     def print(self, text: str) -> None:
         """Print one line, above the progress bar if there is one."""

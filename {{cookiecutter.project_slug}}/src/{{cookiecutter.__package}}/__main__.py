@@ -66,9 +66,11 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
     # Only now: PyTorch takes seconds to import, and wrong settings are rejected before that. The import creates some
     # 400,000 permanent objects; the garbage collector skips them, during the import and in every later collection.
     gc.disable()
-    from .evaluate import evaluate
     #:: if cookiecutter.__generates ::#
+    from .evaluate import evaluate, load_strategy
     from .generate import generate
+    #:: else ::#
+    from .evaluate import evaluate
     #:: endif ::#
     from .reporting import benchmark
     from .runtime import process_group, record_collectives, set_exact_arithmetic
@@ -83,10 +85,10 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
             train(config, process)
         elif command == "benchmark":
             build_trainer = partial(Trainer, config, process)
-            benchmark(build_trainer, process, config.data.global_batch_size, config.train.max_steps)
+            benchmark(build_trainer, process, config.train.max_steps)
         #:: if cookiecutter.__generates ::#
         elif command == "generate":
-            generate(paths["checkpoint"], config, process)
+            generate(load_strategy(paths["checkpoint"], config, process)[1], config, process)
         #:: endif ::#
         else:
             evaluate(paths["checkpoint"], config, process)

@@ -16,7 +16,7 @@ from .config import Config, DataConfig, UserError
 from .launch import check_layout, check_render, make_environment
 from .model import build_model
 from .parallel import Parallel
-from .reporting import append_record
+from .reporting import append_record, collect_examples, write_examples
 from .runtime import Context, Process, all_gather_object, on_main, write_atomically
 from .splitting import STEPS_PER_MESSAGE, Metrics, Policy, derive_seed, merge, to_tensor, to_valid
 from .strategy import Strategy
@@ -37,7 +37,7 @@ from .data import EvalSampler, build_loader, seed_dataset
 from .launch import check_layout
 from .model import build_model
 from .parallel import Parallel
-from .reporting import append_record
+from .reporting import append_record, collect_examples, write_examples
 from .runtime import Context, Process, all_gather_object, on_main
 from .splitting import Metrics, concatenate, merge, to_device, unpack
 from .strategy import Strategy
@@ -48,7 +48,7 @@ from .strategy import Strategy
 
 
 def evaluate(path: str, config: Config, process: Process) -> None:
-    """Evaluate the checkpoint at ``path`` on the test set and print its metrics."""
+    """Evaluate the checkpoint at ``path`` on the test set, print its metrics, and show examples in ``run.dir``."""
     header, parallel = load_strategy(path, config, process)
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
     #:: if cookiecutter.__plays ::#
@@ -57,8 +57,12 @@ def evaluate(path: str, config: Config, process: Process) -> None:
         record["environment_steps"] = header["experience"]["environment_steps"]
     #:: endif ::#
     _, test_set = dataset.build_datasets(config)
-    record |= Evaluator(test_set, parallel, config.data, config.run.seed)()
+    evaluator = Evaluator(test_set, parallel, config.data, config.run.seed)
+    record |= evaluator()
     on_main(lambda: append_record(record, config.run.dir))
+    examples = collect_examples(dataset, evaluator) if config.run.dir else {}
+    if process.is_main:
+        write_examples(Path(config.run.dir), examples)
 
 
 def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str, Any], Strategy]:

@@ -20,7 +20,7 @@ from .launch import acquire_run_directory, is_restart
 from .model import build_model
 from .optim import Schedule, build_optimizer, count_steps
 from .parallel import Parallel
-from .reporting import FiniteGuard, Pace, Tracker, check_finite, write_provenance
+from .reporting import FiniteGuard, Pace, Tracker, check_finite, collect_examples, write_provenance
 from .runtime import Process, Stopped, StopSignal, on_main, report_failures
 from .splitting import to_device, unpack
 
@@ -35,7 +35,8 @@ def train(config: Config, process: Process) -> None:
     candidates = on_main(lambda: acquire_run_directory(run_dir, resume, restarted))
     trainer = Trainer(config, process, weights=None if candidates else config.model.weights)
     trainer.restore(candidates)
-    on_main(lambda: write_provenance(run_dir, asdict(config), process))
+    step = trainer.first_step
+    on_main(lambda: write_provenance(run_dir, asdict(config), process, step))
     stopped = trainer.run()
     del trainer  # Its loader processes end in order when it is gone.
     runtime.exit_if(stopped)
@@ -70,9 +71,10 @@ class Trainer:
         register("scaler", self.scaler)
         self.guard = FiniteGuard(self.parallel.module, config.train.on_nonfinite, self.scaler)
 
-        self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC)
+        self.tracker = Tracker(run_dir, process.is_main, dataset.BEST_METRIC, getattr(dataset, "UNITS", {}))
         self.progress, self.saved, self.first_step = Progress(), Progress(), 0
-        self.pace = Pace(self.parallel, data.global_batch_size, process.device, self.sampler)
+        tokens = getattr(train_set, "tokens_per_sample", 0)
+        self.pace = Pace(self.parallel, data.global_batch_size, process.device, self.sampler, tokens)
         runtime.set_timeout(config.distributed.startup_timeout_seconds)
 
     def restore(self, candidates: Sequence[Path]) -> None:
@@ -120,12 +122,14 @@ class Trainer:
         progress.epoch, progress.samples = epoch + 1, 0
 
     def finish(self) -> None:
-        """Evaluate unless the last step did (the end of a stream is not known before it), and save that."""
+        """Evaluate unless the last step did (the end of a stream is not known before it), save, and show examples."""
         if self.progress.evaluated_step < self.progress.step:
             self.save()
             self.evaluate()
         if self.saved != self.progress:
             self.write_checkpoint()
+        self.stop.restart()
+        self.tracker.examples |= collect_examples(dataset, self.evaluator)
 
     def is_evaluation_due(self) -> bool:
         """Return whether this step is to be evaluated, and has not been yet: a stop signal may interrupt it."""

@@ -45,7 +45,7 @@ class Stopwatch:
         return time.perf_counter()
 
 
-def benchmark(build_trainer: Callable[[], Any], process: Process, global_batch_size: int, steps: int | None) -> None:
+def benchmark(build_trainer: Callable[[], Any], process: Process, steps: int | None) -> None:
     """Train ``steps`` steps (20 if None) after a warm-up, and print the measurements as one line of JSON.
 
     Throughput is measured first, without timing the parts of a step, because that has to wait for the device.
@@ -87,7 +87,7 @@ def benchmark(build_trainer: Callable[[], Any], process: Process, global_batch_s
         "event": "benchmark",
         "world_size": process.world_size,
         "device": process.device.type,
-        "samples_per_second": round(steps * global_batch_size / seconds, 1),
+        **trainer.pace.throughput(steps, seconds),
         #:: if cookiecutter.__has_stages ::#
         "bubble_expected": round(expected_bubble(trainer.parallel), 4),
         "bubble_measured": round(measured_bubble([rank["ms_per_step"] for rank in ranks]), 4),

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: reading it, truncating it when a run resumes, drawing its curves."""
+"""``metrics.jsonl``: reading it, and truncating it when a run resumes."""
 
 import json
 import math
@@ -55,57 +55,6 @@ def set_aside(path: Path) -> None:
     damaged = path.with_name(f"{path.name}.damaged")
     path.replace(damaged)
     print(f"{path} is damaged; it is now {damaged.name}", file=sys.stderr)
-
-
-def draw_curves(metrics: Path, image: Path, best_metric: str) -> None:
-    #:: if cookiecutter.__plays ::#
-    """Draw the loss over optimizer steps, and the return over environment steps."""
-    #:: else ::#
-    """Draw the loss, and the metric that selects the best checkpoint, over steps."""
-    #:: endif ::#
-    from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
-
-    records, _ = read_metrics(metrics)
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    #:: if cookiecutter.__plays ::#
-    for axes, event, unit, key in (
-        (left, "train", "step", "loss"),
-        (right, "train", "environment_steps", best_metric),
-        *((right, "eval", "environment_steps", key) for key in ("max_return", best_metric, "min_return")),
-    ):
-        points = read_points(records, event, unit, key)
-        if points:
-            label = {"train": "training", "eval": "test"}[event]
-            axes.plot(*zip(*points, strict=True), label=f"{label} {key.replace('_', ' ')}")
-            axes.legend()
-        axes.set_xlabel(unit.replace("_", " "))
-    #:: else ::#
-    for axes, event, key, label in (
-        (left, "train", "loss", "training loss"),
-        (left, "eval", "loss", "test loss"),
-        (right, "eval", best_metric, f"test {best_metric}"),
-    ):
-        points = read_points(records, event, "step", key)
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label)
-            axes.legend()
-        axes.set_xlabel("step")
-    #:: endif ::#
-    try:
-        figure.savefig(image, dpi=150)
-    except OSError as error:
-        print(f"warning: {image} could not be written: {error.strerror}", file=sys.stderr)
-
-
-def read_points(records: list[dict[str, Any]], event: str, *keys: str) -> list[list[Any]]:
-    """Return the values under ``keys`` in the records of an event, where all of them are numbers that can be drawn."""
-
-    def is_drawable(value: Any) -> bool:
-        return isinstance(value, int | float) and not abs(value) > 1e300
-
-    found = [[record.get(key) for key in keys] for record in records if record["event"] == event]
-    return [point for point in found if all(map(is_drawable, point))]
 
 
 def append_record(record: dict[str, Any], run_dir: str) -> None:

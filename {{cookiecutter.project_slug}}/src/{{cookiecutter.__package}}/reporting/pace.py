@@ -19,8 +19,11 @@ class Pace:
     counts itself, as ``busy_seconds``.
     """
 
-    def __init__(self, strategy: Any, samples_per_step: int, device: torch.device, sampler: Any) -> None:
+    def __init__(
+        self, strategy: Any, samples_per_step: int, device: torch.device, sampler: Any, tokens_per_sample: int = 0
+    ) -> None:
         self.samples_per_step, self.device, self.sampler = samples_per_step, device, sampler
+        self.tokens_per_sample = tokens_per_sample
         self.waits_in_forward = strategy.waits_in_forward
         self.clock = self.mark = self.alone = self.busy = 0.0
         self.step, self.is_alone = 0, False
@@ -67,7 +70,13 @@ class Pace:
         if len(everyone) > 1:
             slowest = max(range(len(everyone)), key=everyone.__getitem__)
             record |= {"slowest_rank": slowest, "behind_ms": round(1000 * (max(everyone) - min(everyone)) / steps, 2)}
-        return {"samples_per_second": round(steps * self.samples_per_step / seconds, 1), **record}
+        return self.throughput(steps, seconds) | record
+
+    def throughput(self, steps: int, seconds: float) -> dict[str, float]:
+        """Return the samples per second and, if they consist of tokens, the tokens per second, over all ranks."""
+        rate = steps * self.samples_per_step / seconds
+        tokens = {"tokens_per_second": round(rate * self.tokens_per_sample, 1)} if self.tokens_per_sample else {}
+        return {"samples_per_second": round(rate, 1), **tokens}
 
 
 def memory_in_use(device: torch.device, *, peak: bool = False) -> int:

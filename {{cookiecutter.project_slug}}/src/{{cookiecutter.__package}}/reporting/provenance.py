@@ -22,11 +22,14 @@ PROJECT = Path(__file__).parents[3]
 DEPENDENCIES = ("torch", "numpy", "jsonargparse")
 
 
-def write_provenance(run_dir: Path, settings: Mapping[str, Any], process: Process) -> None:
-    """Write ``config.yaml`` and ``provenance.json``, which keeps the records of earlier starts, newest first."""
+def write_provenance(run_dir: Path, settings: Mapping[str, Any], process: Process, step: int) -> None:
+    """Write ``config.yaml`` and ``provenance.json``, which keeps the records of earlier starts, newest first.
+
+    ``step`` is what this start resumes from; 0 if it begins.
+    """
     replace_text(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
     path = run_dir / "provenance.json"
-    content = describe(process) | {"earlier": read_earlier(path)}
+    content = describe(process) | {"step": step, "earlier": read_earlier(path)}
     replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -40,6 +43,16 @@ def read_earlier(path: Path) -> list[dict[str, Any]]:
     except (ValueError, AttributeError, TypeError, RecursionError):
         set_aside(path)
         return []
+
+
+def read_resumed_steps(run_dir: Path, last: int) -> list[int]:
+    """Return the steps before ``last`` that the run was resumed from, except those that a later start took again."""
+    steps: list[int] = []
+    for start in read_earlier(run_dir / "provenance.json"):  # Newest first.
+        step = start.get("step") if isinstance(start, dict) else None
+        if isinstance(step, int) and step < min([last, *steps]):
+            steps.append(step)
+    return sorted(step for step in steps if step > 0)
 
 
 def describe(process: Process) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..runtime import all_gather_object
 Loss = Tensor | dict[str, Tensor]  # A sum, or named sums, of which "loss" is differentiated.
 Weight = Tensor | float
 # What a record holds besides.
-LOGGED = {"event", "step", "epoch", "lr", "grad_norm", "skipped_steps", "samples_per_second"}
+LOGGED = {"event", "step", "epoch", "lr", "grad_norm", "skipped_steps", "samples_per_second", "tokens_per_second"}
 LOGGED |= {"memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
 
 

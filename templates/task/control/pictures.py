@@ -1,0 +1,31 @@
+"""A picture of an episode: what the policy saw, what it did, and what it got."""
+
+from typing import Any
+
+import numpy as np
+
+MOST_LABELS = 8  # In a legend.
+
+
+def draw_episode(observations: np.ndarray, actions: np.ndarray, rewards: np.ndarray) -> Any:
+    """Return a figure of an episode over its steps.
+
+    Args:
+        observations: What the policy saw before each step, of shape (steps, numbers).
+        actions: Discrete ones of shape (steps,), or continuous ones of shape (steps, numbers).
+        rewards: Of shape (steps,).
+    """
+    from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
+
+    figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
+    panels = figure.subplots(3, 1, sharex=True)
+    columns = (("observation", observations), ("action", actions), ("sum of rewards", rewards.cumsum()))
+    for axes, (name, values) in zip(panels, columns, strict=True):
+        lines = axes.plot(values, drawstyle="steps-post" if name == "action" else "default")
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
+        if 1 < len(lines) <= MOST_LABELS:
+            axes.legend(lines, [f"{name} {number}" for number in range(len(lines))])
+    panels[-1].set_xlabel("step of the episode")
+    figure.suptitle(f"first episode of the evaluation: return {rewards.sum():.6g} in {len(rewards)} steps")
+    return figure
