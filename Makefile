@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with Python 3.11 or newer, make and git: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
-PYTEST := $(BIN)/pytest -n auto --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n auto --no-loadscope-reorder --durations=30
 
 # `make demo task=digits tracker=tensorboard` passes on the answers given on make's command line.
 QUESTIONS := project_name project_slug author parallelism task launcher cluster tracker docker license

@@ -28,7 +28,7 @@ from rendering import one_environment, render
 from runs import task_of
 from slurm import MISSING, start_slurm
 from test_recipes import NAMES as RECIPES
-from test_recipes import OF_CONTROL
+from test_recipes import OF_CONTROL, WEEKLY
 from test_symptoms import REPRODUCED
 
 PROGRAMS = set(RULES)
@@ -148,7 +148,7 @@ def test_the_commands_for_slurm(found: list[Command]) -> None:
 @pytest.mark.parametrize(
     ("recipe", "task"),
     [
-        *((recipe, "digits") for recipe in RECIPES),
+        *(pytest.param(each, "digits", marks=[pytest.mark.weekly] * (each in WEEKLY)) for each in RECIPES),
         *((recipe, "control") for recipe in OF_CONTROL),
         pytest.param("finetune", "language", marks=pytest.mark.weekly),
     ],

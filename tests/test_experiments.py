@@ -78,7 +78,7 @@ def ragged_reference(ragged: Callable[..., Path]) -> Path:
     return ragged("ddp", 1, 1)
 
 
-@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+@pytest.mark.parametrize("parallelism", STRATEGIES)
 def test_padding_does_not_depend_on_the_split(
     ragged: Callable[..., Path], ragged_reference: Path, parallelism: str
 ) -> None:

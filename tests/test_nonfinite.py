@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from conftest import CHOICES, Bake
+from conftest import STRATEGIES, Bake
 from runs import SHORT, checkpoints, edit, launch, records, weights, world_size
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def strict(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+@pytest.mark.parametrize("parallelism", STRATEGIES)
 def test_samples_that_are_not_finite_stop_a_run_or_are_skipped(bake: Bake, tmp_path: Path, parallelism: str) -> None:
     project, nproc = bake(parallelism=parallelism, launcher="spawn"), world_size(parallelism)
     edit(project, "splitting/seeding.py", "        return self.dataset[index]\n", SAMPLES)
@@ -60,7 +60,7 @@ def test_samples_that_are_not_finite_stop_a_run_or_are_skipped(bake: Bake, tmp_p
     assert all(record["loss"] is not None for record in strict(tmp_path / "run/metrics.jsonl"))
 
 
-@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+@pytest.mark.parametrize("parallelism", STRATEGIES)
 def test_a_module_that_is_not_finite_is_named(bake: Bake, tmp_path: Path, parallelism: str) -> None:
     project, nproc = bake(parallelism=parallelism, launcher="spawn"), world_size(parallelism)
     edit(project, "model.py", "        return self.linear(features.mean(dim=(2, 3)))\n", LAYER)

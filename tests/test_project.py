@@ -84,13 +84,14 @@ def assert_none_skipped(output: str) -> None:
 def combinations() -> Iterator[Any]:
     """Yield each strategy with each task, and a name from which a slug is not easy to derive.
 
-    Three of them, one of each task, are among the long tests; the others are left to `make test-weekly`.
+    Two of them are among the long tests, one of each task that `make test` does not test so; the others are left to
+    `make test-weekly`.
     """
     names = itertools.cycle([*DEFAULT_SLUGS][1:])
     for shift in (1, 2, 0):
         for number, parallelism in enumerate(CHOICES["parallelism"]):
             task = CHOICES["task"][(number + shift) % len(CHOICES["task"])]
-            is_weekly = shift != 1 or parallelism in ("ddp", "tensor", "data_parallel")
+            is_weekly = shift != 1 or parallelism not in ("fsdp", "pipeline")
             if (parallelism, task) != INSTALLED:
                 yield pytest.param(parallelism, task, next(names), marks=[pytest.mark.weekly] if is_weekly else [])
 

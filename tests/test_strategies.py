@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHOICES, STRATEGIES, Bake, run
+from conftest import CHOICES, STRATEGIES, Bake, leave_to_weekly, run
 from runs import (
     SHORT,
     TOLERANCE,
@@ -207,21 +207,28 @@ def test_frozen_parameters_stay_frozen(baked: Bake, parallelism: str) -> None:
     assert frozen == ["stem.conv.weight", "stem.norm.weight", "stem.norm.bias"]
 
 
+def train_with(project: Path, folder: Path, settings: str, parallelism: str) -> list[float]:
+    """Train a few steps, and return their losses, which have to be about those of a guess among ten digits."""
+    arguments = (*SHORT, *settings.split(), "--run.dir", folder)
+    launch(project, "train", *arguments, nproc=world_size(parallelism))
+    logged = losses(folder)
+    assert all(1.5 < loss < 3.5 for loss in logged)
+    return logged
+
+
+# PyTorch compiles for a minute; tests/effects.py compiles under every strategy, with a quicker backend.
+@pytest.mark.parametrize("parallelism", leave_to_weekly(CHOICES["parallelism"], {*CHOICES["parallelism"]} - {"fsdp"}))
+def test_a_strategy_trains_compiled(baked: Bake, tmp_path: Path, parallelism: str) -> None:
+    settings = "--train.precision bf16 --train.max_steps 2 --model.depth 1"
+    if parallelism != "data_parallel":  # Which rejects it.
+        settings += " --train.compile true"
+    assert len(train_with(baked(parallelism=parallelism), tmp_path, settings, parallelism)) == 2
+
+
 @pytest.mark.parametrize("parallelism", STRATEGIES)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "--train.precision bf16 --train.compile true --train.max_steps 2 --model.depth 1",
-        "--model.norm batch --train.microbatches 4 --train.clip_grad_norm null",
-    ],
-)
-def test_a_strategy_trains_with_these_settings(baked: Bake, tmp_path: Path, parallelism: str, settings: str) -> None:
-    if parallelism == "data_parallel":
-        settings = settings.replace("--train.compile true", "")  # data_parallel rejects it.
-    arguments = (*SHORT, *settings.split(), "--run.dir", tmp_path)
-    launch(baked(parallelism=parallelism), "train", *arguments, nproc=world_size(parallelism))
-    logged = losses(tmp_path)
-    assert len(logged) in (2, 6) and all(1.5 < loss < 3.5 for loss in logged)
+def test_a_strategy_trains_with_batch_norm(baked: Bake, tmp_path: Path, parallelism: str) -> None:
+    settings = "--model.norm batch --train.microbatches 4 --train.clip_grad_norm null"
+    assert len(train_with(baked(parallelism=parallelism), tmp_path, settings, parallelism)) == 6
 
 
 # Per strategy: the file and the line before which a gradient of rank 1 overflows, and how to get that gradient.
