@@ -1,6 +1,6 @@
 # Two commands on a fresh machine with Python 3.11 or newer, make and git: `make demo` and `make test`.
 PYTHON ?= python3
-# `make demo TORCH=cpu` installs PyTorch's build for machines without GPUs, TORCH=cu126 the one for that version of CUDA.
+# `make demo TORCH=cpu` installs PyTorch's build without CUDA, TORCH=cu126 the one for that version of CUDA.
 TORCH ?=
 BIN := $(CURDIR)/.venv/bin
 PYTEST := $(BIN)/pytest -n auto --no-loadscope-reorder
