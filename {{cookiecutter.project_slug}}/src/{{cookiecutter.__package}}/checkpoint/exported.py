@@ -43,7 +43,7 @@ def write(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor])
     state = {
         name: {key: value for key, value in part.items() if isinstance(value, int | float)}
         for name, part in content.items()
-        if isinstance(part, dict) and name not in ("model", "optimizer", "config", *content["tensors"])
+        if isinstance(part, dict) and name not in ("model", "optimizer", "config", "checksums", *content["tensors"])
     }
     tensors = separate(weights)
     metadata = {"format": "pt", "template": TEMPLATE, "config": json.dumps(config), "state": json.dumps(state)}
@@ -100,5 +100,5 @@ def read(path: Path) -> dict[str, Any]:
     tensors, metadata = read_tensors(path)
     if "template" not in metadata:
         raise DamagedCheckpointError("it lacks this project's settings; start a run from it with --model.weights")
-    state = json.loads(metadata["state"])
+    state = {name: part for name, part in json.loads(metadata["state"]).items() if name != "metadata"}  # A folder's.
     return state | NOTHING | {"config": json.loads(metadata["config"]), "model": tensors, "format": FORMAT}
