@@ -58,7 +58,7 @@ def test_the_build_of_pytorch_is_chosen_alike(bake: Bake, tmp_path: Path, build:
 def test_without_a_choice_no_index_is_named(bake: Bake, tmp_path: Path) -> None:
     project = bake(docker=True)
     for planned in (plan(project, "UV="), plan(project, "UV=uv"), plan(TEMPLATE)):
-        assert "pip install" in "\n".join(planned) and "index" not in "\n".join(planned)
+        assert "pip install" in "\n".join(planned) and "--index-url" not in "\n".join(planned)
     assert build_image(project, tmp_path, "").stdout == "pip install -c constraints.txt torch\n"
 
 
@@ -114,9 +114,10 @@ def test_uv_installs_what_the_readme_shows(bake: Bake, wheels: Path) -> None:
     """And then `make setup` has little left to do."""
     project = bake(tracker="tensorboard")
     environment = {"UV_FIND_LINKS": str(wheels)}
-    run("bash", "-euc", shown(project, "uv").replace("uv ", f"{UV} "), cwd=project, **environment)
+    commands = shown(project, "uv").replace("uv pip", f"{UV} pip").replace("uv venv", f"{UV} venv -p {sys.executable}")
+    run("bash", "-euc", f"unset VIRTUAL_ENV CONDA_PREFIX\n{commands}", cwd=project, **environment)
     assert list_installed(project / ".venv/bin/python") <= read_constraints(project)
-    run("make", "setup", f"UV={UV}", cwd=project, PYTHON="python3", **environment)
+    run("make", "setup", f"UV={UV}", cwd=project, **environment)
     assert (project / ".git/hooks/pre-commit").exists()
     assert "train" in run(project / ".venv/bin/python", "-m", "my_experiment", "--help", cwd=project).stdout
 
@@ -158,7 +159,7 @@ def test_the_constraints_are_complete(bake: Bake, wheels: Path, tmp_path: Path, 
         result = run(UV, "pip", *words, "--python", python, cwd=project, **environment)
         return result.stdout + result.stderr
 
-    run(UV, "venv", "--quiet", tmp_path / "fresh", cwd=project)
+    run(UV, "venv", "--python", sys.executable, tmp_path / "fresh", cwd=project)
     pip("install", "--no-deps", "-r", "constraints.txt")
     pip("install", "--no-deps", "--build-constraints", "constraints.txt", "--editable", ".")
     (extras,) = re.findall(r"-e '\.(.*?)' --group dev", (project / "Makefile").read_text())
