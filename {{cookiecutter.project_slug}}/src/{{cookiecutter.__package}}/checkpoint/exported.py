@@ -26,7 +26,7 @@ from .content import FORMAT, MODEL_SECTIONS, DamagedCheckpointError
 SUFFIX = ".safetensors"
 TEMPLATE = "ddp-template {{ cookiecutter._version }}"
 # What a checkpoint has besides.
-NOTHING = {"optimizer": {}, "param_groups": [], "built_groups": [], "rng": [{}], "tensors": [], "ranks": []}
+NOTHING: dict[str, Any] = {"optimizer": {}, "param_groups": [], "built_groups": [], "rng": [{}], "tensors": [], "ranks": []}
 
 
 def write(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -71,7 +71,7 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
         total = zlib.crc32(metadata.get(key, "").encode(), total)
     for name, tensor in sorted(tensors.items()):
         total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
-        total = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), total)
+        total = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, total)
     return str(total)
 
 
