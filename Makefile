@@ -1,5 +1,7 @@
 # Two commands on a fresh machine with Python 3.11 or newer, make and git: `make demo` and `make test`.
 PYTHON ?= python3
+# `make demo TORCH=cpu` installs PyTorch's build without CUDA, TORCH=cu126 the one for that version of CUDA.
+TORCH ?=
 BIN := $(CURDIR)/.venv/bin
 PYTEST := $(BIN)/pytest -n auto --no-loadscope-reorder --durations=30
 
@@ -46,6 +48,9 @@ lint: .venv/installed
 .venv/installed: requirements.txt {{cookiecutter.project_slug}}/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.11; try make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	$(if $(filter-out cpu cu%,$(TORCH)),$(error TORCH is $(TORCH); give cpu, or a version of CUDA such as cu126))
 	$(PYTHON) -m venv .venv
+	$(if $(TORCH),$(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+		--index-url https://download.pytorch.org/whl/$(TORCH) -c '{{cookiecutter.project_slug}}/constraints.txt' torch)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from lab import Lab, take_steps
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -391,6 +391,50 @@ def judge_weights(lab: Lab) -> list[str]:
     return wrong + (["code in a file of weights was run"] if (folder / "hacked").exists() else [])
 
 
+def crafted_metadata(metadata: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Yield metadata with something else in the place of a text, and without it."""
+    texts = ["", "{", "null", "[]", "[" * 100_000, "NaN", '{"model": 3}', '{"model": {"width": "x"}}']
+    texts += ['{"progress": 3}', '{"progress": {"step": 1e999, "epoch": 0, "samples": 0}}', '{"progress": {"step": 1}}']
+    for key in ("config", "state"):
+        yield {name: text for name, text in metadata.items() if name != key}
+        yield from (metadata | {key: text} for text in texts if key == "state" or not text.startswith('{"progress'))
+
+
+def judge_exported(lab: Lab) -> list[str]:
+    """Return what goes wrong when exported weights are cut short, altered or crafted, and then read as a checkpoint."""
+    wrong, folder, exported = [], lab.new_folder(), lab.module("checkpoint.exported")
+    folder.mkdir()
+    good, state = folder / "good.safetensors", {"a.weight": torch.randn(6, 5), "b.steps": torch.tensor(7)}
+    progress = {"step": 6, "epoch": 0, "samples": 384}
+    content = {"config": {"model": vars(lab.settings().model)}, "progress": progress, "tensors": []}
+    exported.write(good, content, state)
+    whole, metadata = good.read_bytes(), exported.read_tensors(good)[1]
+    cases = [(f"cut at {at}", whole[:at]) for at in range(0, len(whole), 7)]
+    cases += [
+        (f"byte {at}", whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]) for at in range(len(whole))
+    ]
+    for texts in crafted_metadata(metadata):
+        signed = texts | {"crc32": exported.checksum(texts, state)}
+        cases.append((f"metadata {texts}", save(state, signed)))
+    cases += [("foreign", save(state)), ("unsigned", save(state, {"template": "x"}))]
+    expected = lab.module("checkpoint.loading").read(good)
+    for number, (name, part) in enumerate(cases):
+        (path := folder / f"{number}.safetensors").write_bytes(part)
+        try:
+            read = lab.module("checkpoint.loading").read(path)
+            same = read["config"] == expected["config"] and read["progress"] == expected["progress"]
+            same = same and read["model"].keys() == state.keys()
+            outcome = "" if same and all(torch.equal(read["model"][key], state[key]) for key in state) else "accepted"
+            outcome = outcome or ("accepted" if name[0] in "cmfu" else "")
+        except lab.module("config").UserError as error:
+            outcome = "" if "\n" not in str(error) else f"several lines: {error}"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        if outcome:
+            wrong.append(f"exported, {name}: {outcome}"[:300])
+    return wrong
+
+
 def judge_metrics(lab: Lab) -> list[str]:
     """Return what goes wrong when a file of metrics is torn or altered anywhere, and then continued and drawn."""
     metrics, curves, wrong = lab.module("reporting.metrics"), lab.module("reporting.curves"), []
@@ -446,6 +490,7 @@ def main(package: str, folder: Path, part: str) -> None:
                 *judge_folders(lab, "full"),
                 *judge_folders(lab, "sharded"),
                 *judge_weights(lab),
+                *judge_exported(lab),
                 *judge_metrics(lab),
             ]
     (folder / "outcome.json").write_text(json.dumps({"wrong": wrong, "outcomes": outcomes}))

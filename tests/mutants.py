@@ -354,6 +354,12 @@ PROJECT = {
         "if False:",
         "test_checkpoint.py::altered_folder",
     ),
+    "the checksum of exported weights is not verified": Mutant(
+        SRC + "checkpoint/exported.py",
+        'if "template" in metadata and',
+        "if False and",
+        "test_checkpoint.py::exported_weights",
+    ),
     "loading runs code": Mutant(
         SRC + "checkpoint/loading.py",
         "weights_only=True, mmap=True)",
@@ -427,6 +433,24 @@ TEMPLATE = {
     "a slug may lead out of the folder": Mutant(
         "hooks/pre_gen_project.py", "([-_][", "([-_./][", "test_answers.py::an_answer_that_cannot_work and letters"
     ),
+    "make setup installs the same build of PyTorch": Mutant(
+        "{{cookiecutter.project_slug}}/Makefile",
+        "whl/$(TORCH) torch",
+        "whl/cpu torch",
+        "test_install.py::build_of_pytorch_is_chosen",
+    ),
+    "a package is not among the constraints": Mutant(
+        "{{cookiecutter.project_slug}}/constraints.txt",
+        "cfgv==3.5.0\n",
+        "",
+        "test_install.py::constraints_are_complete",
+    ),
+    "tied weights are exported from the same memory": Mutant(
+        "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/checkpoint/exported.py",
+        "tensor.is_contiguous() and address not in memory",
+        "tensor.is_contiguous()",
+        "test_export.py::share_memory",
+    ),
     "make demo expands a dollar sign": Mutant(
         "Makefile", "$(value $(q))", "$($(q))", "test_answers.py::make_demo_passes"
     ),
@@ -450,8 +474,8 @@ TEMPLATE = {
     ),
     "a command is misspelt": Mutant(
         "{{cookiecutter.project_slug}}/README.md",
-        "launch.sh convert --checkpoint",
-        "launch.sh convert --checkpont",
+        "launch.sh convert --checkpoint runs/large",
+        "launch.sh convert --checkpont runs/large",
         "test_documents.py::a_command_runs and launch",
     ),
     "data.eval_batch_size is ignored": Mutant(

@@ -146,7 +146,7 @@ def test_missing_debugpy_is_reported_with_the_install_command(plain: Path, tmp_p
             (site_packages / package.name).symlink_to(package)
     command = (plain / "scripts/launch.sh", "train", *SHORT, "--run.dir", tmp_path / "run")
     result = run(*command, cwd=plain, expect=2, PYTHON=str(tmp_path / "bare/bin/python"), NPROC="2", DEBUG_RANK="1")
-    assert result.stderr == "error: DEBUG_RANK needs the package debugpy; install it: pip install -e '.[dev]'\n"
+    assert result.stderr == "error: DEBUG_RANK needs the package debugpy; install it: pip install debugpy\n"
 
 
 def read_vscode(project: Path) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ def test_setup_lint_test_and_train_work_in_a_rendered_project(bake: Bake) -> Non
     parallelism, task = INSTALLED
     project = bake(parallelism=parallelism, task=task, **ANSWERS)
     log = project.parent / "pip.log"
-    run("make", "setup", cwd=project, PYTHON="python3", PIP_LOG=str(log))
+    run("make", "setup", "UV=", cwd=project, PYTHON="python3", PIP_LOG=str(log))  # Without uv.
     assert list_distributions(project, log) - read_constraints(project) == set()
     assert (project / ".git" / "hooks" / "pre-commit").exists()
     run("git", "add", "--all", cwd=project)

@@ -61,6 +61,18 @@ def test_a_sharded_checkpoint_holds_the_same_as_a_full_one(trained: Callable[...
     assert all(torch.equal(converted[name], expected[name]) for name in expected)
 
 
+def test_exported_weights_are_those_of_the_checkpoint(run: Path) -> None:
+    file, back = run / "weights.safetensors", run / "weights.pt"
+    convert(newest_checkpoint(run), file)
+    convert(file, back)
+    expected, weights = read_checkpoint(newest_checkpoint(run))["model"], torch.load(back, weights_only=True)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    flip_bit(file)
+    with pytest.raises(UserError, match="its checksum is wrong"):
+        loading.read(file)
+
+
 @pytest.mark.parametrize("name", [f"__{NPROC - 1}_0.distcp", ".metadata", "header.pt"])
 def test_an_altered_folder_is_rejected(run: Path, name: str) -> None:
     folder = newest_checkpoint(run)

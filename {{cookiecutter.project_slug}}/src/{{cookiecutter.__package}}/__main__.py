@@ -21,7 +21,7 @@ COMMANDS = {
     "doctor": Command("check machines, interconnect and disk before a long run", trains=True),
     "benchmark": Command("measure where the time of a training step goes", trains=True),
     "convert": Command(
-        "write --checkpoint PATH in the other format as --output PATH", ("checkpoint", "output"), has_settings=False
+        "write --checkpoint PATH in another format as --output PATH", ("checkpoint", "output"), has_settings=False
     ),
 }
 

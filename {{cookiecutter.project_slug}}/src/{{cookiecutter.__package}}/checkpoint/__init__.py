@@ -2,8 +2,9 @@
 
     step-00000440.pt     full: one file, which rank 0 assembles and writes; loads into any PyTorch program
     step-00000440.dcp    sharded: a folder into which each rank writes what it holds, while training continues
+    my.safetensors       exported: the weights alone, for evaluation and for any other program
 
-Both have the same content: full tensors under the names of the whole model, and the rest of the run's state.
+The first two have the same content: full tensors under the names of the whole model, and the rest of the run's state.
 
 This room knows modules, optimizers and the process group; it does not know how the work is split or what is trained.
 """

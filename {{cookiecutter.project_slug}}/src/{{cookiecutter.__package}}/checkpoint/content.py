@@ -17,6 +17,8 @@ from ..config import UserError, sections
 # Written to each checkpoint; one with another format is rejected.
 FORMAT = 2
 LARGEST = 2**53  # Of what is counted.
+# The sections of the settings that build the model and its data.
+MODEL_SECTIONS = {"model", "dataset", "control"}
 
 
 class DamagedCheckpointError(UserError):
@@ -81,7 +83,7 @@ def check_content(content: Any, is_folder: bool) -> None:
         raise DamagedCheckpointError(f"its progress is {progress}")
     if not all(len(content[name]) == len(content["rng"]) > 0 for name in ("rng", *content["ranks"])):
         raise DamagedCheckpointError("it lacks the state of a rank")
-    for name in content["config"].keys() & sections().keys() & {"model", "dataset", "control"}:
+    for name in content["config"].keys() & sections().keys() & MODEL_SECTIONS:
         check_known(content["config"][name], sections()[name])
 
 

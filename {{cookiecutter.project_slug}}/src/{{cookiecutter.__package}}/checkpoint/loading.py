@@ -12,25 +12,38 @@ from torch import Tensor, nn
 from ..config import UserError
 from ..launch import first_line
 from ..runtime import all_gather_object, on_main
-from . import sharded
+from . import exported, sharded
 from .content import DamagedCheckpointError, check_content
 from .state_dict import broadcast_full_tensors, flatten, list_parts
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU; for a folder, read only the header.
+    """Read a checkpoint, or exported weights, to the CPU; for a folder, read only the header.
 
     Raises:
         DamagedCheckpointError: if it cannot be read, was cut short, altered or crafted, or has another format.
     """
     is_folder = path.is_dir()
     try:
-        content = read_archive(path / sharded.HEADER if is_folder else path, sharded.SAFE_GLOBALS if is_folder else [])
+        if path.suffix == exported.SUFFIX:
+            content = exported.read(path)
+        else:
+            header = path / sharded.HEADER if is_folder else path
+            content = read_archive(header, sharded.SAFE_GLOBALS if is_folder else [])
         check_content(content, is_folder)
     except Exception as error:  # A crafted file can make its reader raise anything.
         raise DamagedCheckpointError(f"{path} is not a readable checkpoint: {first_line(error)}") from None
     checked: dict[str, Any] = content
     return checked
+
+
+def read_model(path: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint, whole; ``content`` is what ``read`` returned."""
+    if "metadata" not in content:
+        weights: dict[str, Tensor] = content["model"]
+        return weights
+    tensors = sharded.load_in_one_process(path, content, part="model.")
+    return {name.removeprefix("model."): value for name, value in tensors.items()}
 
 
 def read_archive(file: Path, safe_globals: list[Any]) -> Any:

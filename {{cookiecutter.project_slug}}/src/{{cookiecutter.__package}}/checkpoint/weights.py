@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..config import UserError
 from ..runtime import all_gather_object, on_main
-from . import sharded
+from . import exported, sharded
 from .content import has_type
-from .loading import first_line, read
+from .loading import first_line, read, read_model
 from .state_dict import broadcast_full_tensors
 
 T = TypeVar("T")
@@ -94,10 +93,9 @@ def read_file(path: Path) -> Any:
     if path.is_dir():
         if not (path / sharded.HEADER).exists():
             raise UserError("a folder without a checkpoint; of a run.dir, give one of its checkpoints/step-*")
-        tensors = sharded.load_in_one_process(path, read(path), part="model.")
-        return {name.removeprefix("model."): value for name, value in tensors.items()}
-    if path.suffix == ".safetensors":
-        return load_file(path)
+        return read_model(path, read(path))
+    if path.suffix == exported.SUFFIX:
+        return exported.read_tensors(path)[0]
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     is_checkpoint = isinstance(content, dict) and "format" in content and isinstance(content.get("model"), dict)
     return read(path)["model"] if is_checkpoint else content

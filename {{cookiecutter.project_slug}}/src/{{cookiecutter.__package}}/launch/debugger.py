@@ -41,7 +41,7 @@ def check_debugger(world_size: int) -> None:
     """Reject ``DEBUG_RANK`` if no debugger could attach."""
     if find_debug_rank(world_size) is not None:
         if find_spec("debugpy") is None:
-            raise UserError("DEBUG_RANK needs the package debugpy; install it: pip install -e '.[dev]'")
+            raise UserError("DEBUG_RANK needs the package debugpy; install it: pip install debugpy")
         find_debug_port()
 
 

@@ -45,6 +45,8 @@ def find_resume_candidates(run_dir: Path, resume: str, restarted: bool) -> list[
     path = Path(resume)
     if not path.exists():
         raise UserError(f"checkpoint.resume is {resume}: no such file; give auto, never or the path of a checkpoint")
+    if path.suffix == ".safetensors":
+        raise UserError(f"checkpoint.resume is {resume}, which has weights alone; start from them with --model.weights")
     if saved and path.resolve() != saved[-1].resolve():
         raise UserError(f"{newest} already; to start from {resume}, give another run.dir")
     return [path]
