@@ -13,6 +13,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from ..runtime import disk_errors
+#:: block imports ::#
+#:: endblock ::#
 from .metrics import draw_curves, format_record, truncate_metrics
 
 
@@ -49,7 +51,9 @@ class Tracker:
             #:: block open ::#
             #:: endblock ::#
             yield
-        draw_curves(path, self.run_dir / "curves.png", self.best_metric)
+            draw_curves(path, self.run_dir / "curves.png", self.best_metric)
+            #:: block close ::#
+            #:: endblock ::#
 
     def advance(self) -> None:
         """Count one step."""
