@@ -135,7 +135,7 @@ if __name__ == "__main__":
     try:
         follow(Path(sys.argv[1]), Rank())
     except BaseException as error:
-        reason = next(iter(str(error).splitlines()), "")
-        say(f"warning: {SERVICE} failed ({type(error).__name__}: {reason}); the run goes on without it, and {AGAIN}")
+        reason = f"{type(error).__name__}: {error}"[:300]
+        say(f"warning: {SERVICE} failed ({reason}); the run goes on without it, and {AGAIN}")
         sys.excepthook(type(error), error, error.__traceback__)  # To tracker.log.
         os._exit(1)

@@ -40,7 +40,7 @@ class Service:
         except wandb.Error as error:
             if mode == "offline":
                 raise
-            say(f"warning: wandb is not reached ({type(error).__name__}: {error}); recording offline")
+            say(f"warning: wandb cannot go online ({type(error).__name__}: {error}); recording offline")
             self.start("offline")
         summary = self.run.summary
         self.first_row, self.row = self.run.step, -1
