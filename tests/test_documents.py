@@ -42,7 +42,7 @@ ELSEWHERE = {
     **dict.fromkeys(("wandb/", "../mlflow.db", "tracker.log"), "what a run leaves"),
     "~/.netrc": "a file of the reader",
     ".venv/bin/wandb sync runs/default/wandb/offline-run-*": "needs an account",
-    "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db": "a command of the whole of mlflow, which is not installed",
+    "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db": "of the whole of mlflow",
     **dict.fromkeys(("(targets >= 0).sum()", "len(targets)", '{"loss": ..., "kl": ...}'), "what a reader may write"),
     **dict.fromkeys(("/data/", "model.safetensors"), "a file of the reader"),
     "GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)": "code for transformers",

@@ -238,7 +238,10 @@ CHANGED = {
         *("README.md", ".gitignore", "scripts/train.sbatch"),
         *("scripts/volume.yaml", "scripts/job.yaml", "scripts/trainjob.yaml"),
     },
-    "tracker": {"README.md", "Makefile", "Dockerfile", "constraints.txt", *package("reporting/tracker.py", "reporting/follow.py")},
+    "tracker": {
+        *("README.md", "Makefile", "Dockerfile", "constraints.txt"),
+        *package("reporting/tracker.py", "reporting/follow.py"),
+    },
     "docker": {"README.md", "Dockerfile", ".dockerignore", ".devcontainer.json"},
     "license": {"LICENSE"},
 }
