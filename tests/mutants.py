@@ -589,7 +589,7 @@ TEMPLATE = {
     ),
     "a tracker's password is printed": Mutant(
         "templates/tracker/shared/follow.py",
-        're.sub(r"//[^/@\s]+@", "//", " ".join(text.split()))',
+        r're.sub(r"//[^/@\s]+@", "//", " ".join(text.split()))',
         '" ".join(text.split())',
         "test_trackers.py::a_library_that_fails and raising",
     ),

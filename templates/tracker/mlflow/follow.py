@@ -40,7 +40,8 @@ class Service:
                 fcntl.lockf(lock, fcntl.LOCK_EX)  # Runs that start together would all create the tables.
             uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
             self.client = MlflowClient(uri)
-            experiment = self.find_experiment(None if "MLFLOW_TRACKING_URI" in os.environ else folder / "mlflow")
+            is_local = not os.environ.get("MLFLOW_TRACKING_URI")
+            experiment = self.find_experiment((folder / "mlflow").as_uri() if is_local else None)
         found = self.client.search_runs([experiment], filter_string=f"tags.run_id = '{provenance['run_id']}'")
         tags = {name: str(value) for name, value in provenance.items() if isinstance(value, str | int)}
         run = found[0] if found else self.client.create_run(experiment, tags=tags, run_name=run_dir.name)
@@ -51,11 +52,11 @@ class Service:
         self.client.log_batch(self.run_id, params=params, tags=[RunTag(*tag) for tag in tags.items()])
         self.last = {split: run.data.metrics.get(f"{split}/step", -1) for split in ("train", "test")}
 
-    def find_experiment(self, artifacts: Path | None) -> str:
+    def find_experiment(self, artifacts: str | None) -> str:
         """Return the id of the experiment of this project, which is created if it is new."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "{{ cookiecutter.project_slug }}")
         found = self.client.get_experiment_by_name(name)
-        return found.experiment_id if found else self.client.create_experiment(name, artifacts and artifacts.as_uri())
+        return found.experiment_id if found else self.client.create_experiment(name, artifacts)
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send the records that MLflow does not have; a message has whole records, and at most 1,000 metrics."""

@@ -38,8 +38,12 @@ class Follower:
         # Without this folder, and the current one, on its path. A session of its own gets no Ctrl-C. What the service's
         # library prints goes to a file; rank 0 holds the other end of stdin.
         command = [sys.executable, "-P", __file__, str(run_dir)]
-        with open(run_dir / "tracker.log", "wb") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, start_new_session=True)
+        self.process: subprocess.Popen[bytes] | None = None
+        try:
+            with open(run_dir / "tracker.log", "wb") as log:
+                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, start_new_session=True)
+        except OSError as error:
+            print(f"warning: {SERVICE} is left out, because its process cannot start: {error}", file=sys.stderr)
 
     def __enter__(self) -> Self:
         return self
@@ -50,6 +54,8 @@ class Follower:
 
     def __exit__(self, *_: object) -> None:
         """Give the program a bounded time to send the rest."""
+        if self.process is None:
+            return
         seconds = PATIENCE[self.outcome]
         try:
             self.process.communicate(self.outcome.encode(), timeout=seconds)
@@ -101,7 +107,7 @@ def follow(run_dir: Path, rank: Rank) -> None:
         while not has_ended:
             has_ended = rank.ended.wait(0.5)  # Before the last look.
             service.log([to_row(record) for record in read_records(metrics)])
-    files = [run_dir / name for name in (*TEXTS, *PICTURES)]
+    files = [run_dir.resolve() / name for name in (*TEXTS, *PICTURES)]
     service.finish(rank.outcome, [path for path in files if path.exists()])
 
 

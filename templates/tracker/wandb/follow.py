@@ -34,7 +34,7 @@ class Service:
 
         self.wandb, self.run_dir, self.run_id = wandb, run_dir, provenance["run_id"]
         self.config = settings | {"provenance": provenance}
-        mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
         try:
             self.start(mode)
         except wandb.Error as error:
@@ -46,15 +46,15 @@ class Service:
         self.first_row, self.row = self.run.step, -1
         self.last = {split: summary.get(f"{split}/step", self.first_row - 1) for split in ("train", "test")}
 
-    def start(self, mode: str) -> None:
+    def start(self, mode: Any) -> None:
         """Start the W&B run, or resume it; offline, it is recorded anew, because the records are all there."""
         earlier = [*self.run_dir.glob(f"wandb/offline-run-*-{self.run_id}")]
-        options = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
+        options: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "{{ cookiecutter.project_slug }}"),
             id=self.run_id,
             name=self.run_dir.name,
-            dir=self.run_dir,
+            dir=str(self.run_dir),
             mode=mode,
             resume="allow" if mode == "online" else None,
             config=self.config,
@@ -64,7 +64,7 @@ class Service:
         if mode == "offline":
             for folder in earlier:
                 shutil.rmtree(folder, ignore_errors=True)
-            say(f"wandb: recording offline; to upload the run: wandb sync {Path(self.run.dir).parent}")
+            say(f"wandb: recording offline; to upload the run: wandb sync {os.path.relpath(Path(self.run.dir).parent)}")
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send the records that W&B does not have; it never changes a row before the last."""
@@ -79,7 +79,7 @@ class Service:
             images = {path.stem: self.wandb.Image(str(path)) for path in files if path.suffix == ".png"}
             self.run.log(images, step=self.row)
         for path in files:
-            self.run.save(path.resolve(), base_path=self.run_dir, policy="now")
+            self.run.save(str(path), base_path=str(self.run_dir), policy="now")
         self.run.finish(exit_code=0 if outcome == "finished" else 1)
 
 
