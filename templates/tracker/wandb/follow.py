@@ -61,6 +61,8 @@ class Service:
             allow_val_change=True,
             settings=self.wandb.Settings(**options, x_stats_pid=os.getppid()),  # Measures rank 0, not this program.
         )
+        if self.run.resumed:  # With the settings that W&B had, which may have changed.
+            self.run.config.update(self.config, allow_val_change=True)
         if mode == "offline":
             for folder in earlier:
                 shutil.rmtree(folder, ignore_errors=True)
