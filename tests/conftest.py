@@ -41,7 +41,10 @@ def leave_to_weekly(names: Iterable[str], left: Collection[str]) -> list[Any]:
 STRATEGIES = leave_to_weekly(CHOICES["parallelism"], ("model_parallel", "tensor", "data_parallel"))
 
 # Each test of these files has its own runs.
-INDEPENDENT = ("test_effects.py", "test_matrix.py", "test_mutants.py", "test_project.py", "test_recipes.py")
+INDEPENDENT = (
+    *("test_effects.py", "test_matrix.py", "test_mutants.py", "test_project.py", "test_recipes.py"),
+    "test_trackers.py",
+)
 # The slow files that belong to `make test`, which takes at most ten minutes; the others wait for `make test-long`.
 TEN_MINUTES = ("test_matrix.py",)
 # The slowest files start first; otherwise one worker would still run them when the others have finished.

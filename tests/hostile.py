@@ -207,6 +207,7 @@ class Judge:
         register = self.trainer.checkpointer.register
         register("average", Average(self.trainer.parallel.module), "tensors")
         register("counter", Count(), "rank")
+        self.trainer.restore([])  # A fresh run, with an id.
         self.expected = [self.save(step) for step in (3, 6)]
         self.folder = Path(self.trainer.config.run.dir) / "checkpoints"
         self.before, self.newest = sorted(self.folder.iterdir())

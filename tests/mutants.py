@@ -607,4 +607,29 @@ TEMPLATE = {
         "if False else",
         EFFECTS + "model_parallel",
     ),
+    # Trackers
+    "a branch of a run has its identity": Mutant(
+        "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/checkpoint/checkpointer.py",
+        'progress.run_id = ""',
+        "pass",
+        "test_trackers.py::identity_of_a_run",
+    ),
+    "a resumed run gets another identity": Mutant(
+        "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/train.py",
+        "progress.run_id or on_main(",
+        "on_main(",
+        "test_trackers.py::identity_of_a_run",
+    ),
+    "a tracked record is sent again": Mutant(
+        "templates/tracker/mlflow/follow.py",
+        "if row[1] > self.last[row[0]]",
+        "if row",
+        "test_trackers.py::has_each_record and mlflow",
+    ),
+    "a tracker's password is printed": Mutant(
+        "templates/tracker/shared/follow.py",
+        r're.sub(r"//[^/@\s]+@", "//", " ".join(text.split()))',
+        '" ".join(text.split())',
+        "test_trackers.py::a_library_that_fails and raising",
+    ),
 }

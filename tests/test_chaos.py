@@ -46,8 +46,8 @@ def test_a_run_that_forgets_something_is_found_out(bake: Bake) -> None:
     edit(
         project,
         "checkpoint/checkpointer.py",
-        '        return Progress(**header["progress"])\n',
-        '        return Progress(**header["progress"] | {"samples": 0})\n',
+        'progress = Progress(**header["progress"])\n',
+        'progress = Progress(**header["progress"] | {"samples": 0})\n',
     )
     output = chaos(project, kills=3, expect=1)
     assert re.search(r"^error: after \d kills, \d+ tensor\(s\) or the metrics differ", output, re.MULTILINE), output

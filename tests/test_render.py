@@ -29,7 +29,7 @@ def rendering() -> Rendering:
 
 
 def test_all_combinations_are_rendered_as_cookiecutter_does_it(rendering: Rendering, bake: Bake) -> None:
-    assert len(rendering.projects) == 6 * 3 * 2 * 3 * 2 * 2 * 4
+    assert len(rendering.projects) == 6 * 3 * 2 * 3 * 4 * 2 * 4
     for i in range(max(map(len, CHOICES.values()))):  # Together, these have every choice.
         answers = {name: values[i % len(values)] for name, values in CHOICES.items()}
         files = next(project.files for project in rendering.projects if project.answers == answers)
@@ -239,7 +239,10 @@ CHANGED = {
         *("README.md", ".gitignore", "scripts/train.sbatch"),
         *("scripts/volume.yaml", "scripts/job.yaml", "scripts/trainjob.yaml"),
     },
-    "tracker": {"README.md", "Makefile", "Dockerfile", "constraints.txt", *package("reporting/tracker.py")},
+    "tracker": {
+        *("README.md", "Makefile", "Dockerfile", "constraints.txt"),
+        *package("reporting/tracker.py", "reporting/follow.py"),
+    },
     "docker": {"README.md", "Dockerfile", ".dockerignore", ".devcontainer.json"},
     "license": {"LICENSE"},
 }

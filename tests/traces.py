@@ -22,6 +22,8 @@ EVERYWHERE: Table = {
     ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|model\.context|\bGPT\b|\bprompt\b",
     ("task", "control"): r"gymnasium|CartPole|\bcontrol\.|mean_return|pygame|advantages?\b",
     ("tracker", "tensorboard"): r"tensorboard|SummaryWriter|event file",
+    ("tracker", "wandb"): r"wandb|Weights & Biases",
+    ("tracker", "mlflow"): r"mlflow",
     # "spawn" is also the start method of loader processes, with a SpawnContext and a SpawnProcess.
     ("launcher", "spawn"): r"\bspawn(?![\"CP])",
     ("launcher", "torchrun"): r"torchrun|torch\.distributed\.elastic|standalone|MAX_RESTARTS",

@@ -16,6 +16,8 @@ from tqdm import tqdm
 from ..runtime import disk_errors
 from .curves import draw_curves
 from .examples import write_examples
+#:: block imports ::#
+#:: endblock ::#
 from .metrics import format_record, truncate_metrics
 
 
@@ -57,7 +59,9 @@ class Tracker:
             #:: block open ::#
             #:: endblock ::#
             yield
-        write_examples(self.run_dir, self.examples)
+            write_examples(self.run_dir, self.examples)
+            #:: block close ::#
+            #:: endblock ::#
 
     def advance(self) -> None:
         """Count one step."""

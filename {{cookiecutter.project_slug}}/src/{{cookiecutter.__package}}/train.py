@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,8 @@ def train(config: Config, process: Process) -> None:
     candidates = on_main(lambda: acquire_run_directory(run_dir, resume, restarted))
     trainer = Trainer(config, process, weights=None if candidates else config.model.weights)
     trainer.restore(candidates)
-    step = trainer.first_step
-    on_main(lambda: write_provenance(run_dir, asdict(config), process, step))
+    run_id, step = trainer.progress.run_id, trainer.progress.step
+    on_main(lambda: write_provenance(run_dir, asdict(config), process, run_id, step))
     stopped = trainer.run()
     del trainer  # Its loader processes end in order when it is gone.
     runtime.exit_if(stopped)
@@ -80,6 +81,7 @@ class Trainer:
     def restore(self, candidates: Sequence[Path]) -> None:
         """Resume from the first of the ``candidates`` that can be read, if there are any."""
         config, progress = self.config, self.checkpointer.restore(candidates)
+        progress.run_id = progress.run_id or on_main(lambda: uuid4().hex[:16])
         self.progress, self.first_step, self.saved = progress, progress.step, replace(progress)
         if (steps := self.sampler.steps_per_epoch) is not None:
             others = progress.step - progress.epoch * steps - progress.samples // config.data.global_batch_size

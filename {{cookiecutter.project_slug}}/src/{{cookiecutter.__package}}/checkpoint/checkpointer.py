@@ -183,7 +183,10 @@ class Checkpointer:
                 with damage_on_any_rank(path):
                     self.restore_ranks(own)
                     self.restore_header(header)
-                return Progress(**header["progress"])
+                progress = Progress(**header["progress"])
+                if path.resolve().parent.parent != self.run_dir.resolve():
+                    progress.run_id = ""  # A branch of another run is a new one.
+                return progress
             except DamagedCheckpointError as error:
                 if path == candidates[-1]:
                     raise DamagedCheckpointError(f"{error}; restore a copy, or give another run.dir") from None

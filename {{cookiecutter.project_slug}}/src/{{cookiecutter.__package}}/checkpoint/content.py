@@ -1,6 +1,7 @@
 """What a checkpoint consists of: checked when it is read, so that a crafted one is rejected before anything changes."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class DamagedCheckpointError(UserError):
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """How far a run has come, and which run it is."""
 
     step: int = 0  # Optimizer steps done.
     epoch: int = 0  # Passes over the training set done.
@@ -36,6 +37,7 @@ class Progress:
     best_value: float | None = None  # Its value of the metric that selects the best checkpoint.
     evaluated_step: int = 0  # Step of the last evaluation that was completed.
     skipped_steps: int = 0  # Steps that were left out, because something was not finite.
+    run_id: str = ""  # Hexadecimal digits, drawn when the run began.
 
     def note_evaluation(self, value: float, higher_is_better: bool) -> bool:
         """Note the value that this step has of the metric that selects the best; return whether it is the best."""
@@ -50,7 +52,7 @@ Tensors = dict[str, Tensor]
 Plain = bool | int | float | str | None
 # The type of each part. What is registered under a name of its own is checked by whoever loads it.
 PARTS: dict[str, Any] = {
-    "progress": dict[str, int | float | None],
+    "progress": dict[str, int | float | str | None],
     "config": dict[str, dict[str, Plain | list[Plain]]],
     "param_groups": list[dict[str, Any]],
     "built_groups": list[dict[str, Any]],
@@ -79,6 +81,7 @@ def check_content(content: Any, is_folder: bool) -> None:
     check_known(content["progress"], Progress)
     progress = content["progress"]
     is_complete = {"step", "epoch", "samples"} <= progress.keys() <= vars(Progress()).keys()
+    is_complete = is_complete and re.fullmatch("[0-9a-f]{0,32}", progress.get("run_id", "")) is not None
     if not is_complete or not all(0 <= value <= LARGEST for value in progress.values() if isinstance(value, int)):
         raise DamagedCheckpointError(f"its progress is {progress}")
     if not all(len(content[name]) == len(content["rng"]) > 0 for name in ("rng", *content["ranks"])):

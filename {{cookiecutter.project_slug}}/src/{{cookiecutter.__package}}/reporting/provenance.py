@@ -22,14 +22,14 @@ PROJECT = Path(__file__).parents[3]
 DEPENDENCIES = ("torch", "numpy", "jsonargparse")
 
 
-def write_provenance(run_dir: Path, settings: Mapping[str, Any], process: Process, step: int) -> None:
+def write_provenance(run_dir: Path, settings: Mapping[str, Any], process: Process, run_id: str, step: int) -> None:
     """Write ``config.yaml`` and ``provenance.json``, which keeps the records of earlier starts, newest first.
 
     ``step`` is what this start resumes from; 0 if it begins.
     """
     replace_text(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
     path = run_dir / "provenance.json"
-    content = describe(process) | {"step": step, "earlier": read_earlier(path)}
+    content = {"run_id": run_id} | describe(process) | {"step": step, "earlier": read_earlier(path)}
     replace_text(path, json.dumps(content, indent=2) + "\n")
 
 

@@ -1,0 +1,1 @@
+#:: extends "tracker/shared/followed.py" ::#

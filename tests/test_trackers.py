@@ -1,0 +1,161 @@
+"""Tracking services: what their libraries wrote is read back, after kills and resumes; one that fails harms no run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Bake, leave_to_weekly
+from runs import (
+    ENDLESS,
+    SHORT,
+    alone,
+    edit,
+    find_marked_processes,
+    last_step,
+    launch,
+    newest_checkpoint,
+    records,
+    started,
+    wait_for_step,
+    wait_until,
+)
+from trackers import READERS, points
+
+pytestmark = pytest.mark.slow
+SERVICES = sorted(READERS)
+# The rates do not depend on when the run ends.
+SAVING = "--train.eval_every 50 --checkpoint.every_steps 50 --train.epochs 100000 --optim.decay_steps 1000".split()
+
+
+@pytest.fixture(autouse=True)
+def without_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No key and no server of whoever runs the tests, and no traffic."""
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def run_id(folder: Path) -> str:
+    """Return the id of the run that the newest checkpoint is of."""
+    return str(torch.load(newest_checkpoint(folder), weights_only=True)["progress"]["run_id"])
+
+
+def has_begun(service: str, folder: Path) -> bool:
+    """Return whether a service's library has written something of a run."""
+    if service == "wandb":
+        return any(file.stat().st_size > 100 for file in folder.glob("wandb/*run-*/run-*.wandb"))
+    if not (folder.parent / "mlflow.db").exists():
+        return False
+    with closing(sqlite3.connect(folder.parent / "mlflow.db")) as database:
+        try:
+            return bool(database.execute("select count(*) from metrics").fetchone()[0])
+        except sqlite3.OperationalError:  # The tables are being made.
+            return False
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tmp_path: Path, service: str) -> None:
+    project, folder, log = bake(tracker=service), tmp_path / "runs" / "a", tmp_path / "log"
+    folder.parent.mkdir()
+    words, mark = ("train", *SHORT, *SAVING, "--run.dir", folder), str(tmp_path)
+    with started("scripts/launch.sh", *words, *ENDLESS, cwd=project, log=log, NPROC="2", MARK=mark) as launcher:
+        wait_for_step(60, folder, launcher, log)
+        wait_until(lambda: has_begun(service, folder), "the service has records", 240)
+        launcher.kill()
+        wait_until(lambda: not find_marked_processes(mark), "the ranks, the follower and what it started end", 30)
+    killed, first_id = last_step(folder), run_id(folder)
+    last = killed + 20
+    # Whatever is late is sent by the same command, which finds the run done.
+    outputs = [launch(project, *words, "--train.max_steps", str(last)) for _ in range(2)]
+    assert f"step {last} of {last}" in outputs[1].stdout and "warning" not in outputs[1].stderr
+    assert run_id(folder) == first_id
+
+    tracked = READERS[service](folder)[first_id]
+    assert service == "wandb" or tracked["status"] == "FINISHED"
+    for event, split in (("train", "train"), ("eval", "test")):
+        wanted = [(record["step"], pytest.approx(record["loss"])) for record in records(folder, event)]
+        assert len(wanted) == (last if event == "train" else len({*range(50, last, 50), last}))
+        assert points(tracked, f"{split}/loss") == wanted
+    names = {name for _, row in tracked["rows"] for name in row}
+    assert names >= {"train/samples_per_second", "train/memory_mib", "test/accuracy"}
+    settings = tracked["settings"]
+    assert settings["optim.decay_steps"] == "1000" if service == "mlflow" else settings["provenance"]["world_size"] == 2
+    assert {Path(file).name for file in tracked["files"]} >= {"provenance.json", "curves.png"}
+
+    # A fresh run is another one, and so is a branch of this one.
+    start = ("--checkpoint.resume", newest_checkpoint(folder), "--train.max_steps", str(last + 4))
+    for name, words in (("b", ()), ("c", start)):
+        alone(project, "train", *SHORT, *SAVING, *words, "--run.dir", folder.with_name(name))
+        assert run_id(folder.with_name(name)) != run_id(folder)
+    everything = {name: READERS[service](folder.with_name(name)) for name in "abc"}
+    branch = everything["c"][run_id(folder.with_name("c"))]
+    assert [step for step, _ in points(branch, "train/loss")] == [last + 1, last + 2, last + 3, last + 4]
+    assert len(set().union(*everything.values())) == 3
+
+
+def test_the_identity_of_a_run_is_in_its_checkpoints(plain: Path, tmp_path: Path) -> None:
+    words = ("train", *SHORT, "--checkpoint.every_steps", "3")
+
+    def identity(name: str, *more: Any) -> str:
+        alone(plain, *words, *more, "--run.dir", tmp_path / name)
+        assert json.loads((tmp_path / name / "provenance.json").read_text())["run_id"] == run_id(tmp_path / name)
+        return run_id(tmp_path / name)
+
+    first = identity("a")
+    assert len(first) == 16 and identity("a", "--train.max_steps", "9") == first
+    branch = ("--checkpoint.resume", tmp_path / "a" / "checkpoints" / "step-00000009.pt", "--train.max_steps", "12")
+    assert len({first, identity("b"), identity("c", *branch)}) == 3
+
+
+# A library that cannot be imported, one that raises, and one that hangs.
+BROKEN = {
+    "missing": "raise ModuleNotFoundError('no such module: it is planted')",
+    "raising": "def __getattr__(name): raise SystemExit('planted, at https://user:secret@host')",
+    "hanging": "import time\ntime.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+@pytest.mark.parametrize("service", leave_to_weekly(SERVICES, ["mlflow"]))
+def test_a_library_that_fails_or_hangs_costs_one_warning(bake: Bake, tmp_path: Path, service: str, fault: str) -> None:
+    project = bake(tracker=service)
+    edit(project, "reporting/follow.py", '"finished": 60.0', '"finished": 3.0')
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / f"{service}.py").write_text(BROKEN[fault])
+    path = os.pathsep.join((str(tmp_path / "path"), "src"))
+    script = project / "scripts" / "launch.sh"
+    arguments = ("train", *SHORT, "--run.dir", tmp_path / "run")
+    with started(script, *arguments, cwd=project, NPROC="1", PYTHONPATH=path) as process:
+        _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert last_step(tmp_path / "run") == 6 and (tmp_path / "run" / "curves.png").exists()
+    warnings = [line for line in stderr.splitlines() if "warning: " in line]
+    assert len(warnings) == 1 and service in warnings[0] and "the same train command" in warnings[0], stderr
+    assert ("was not done 3 s" in warnings[0]) == (fault == "hanging")
+    assert "secret" not in stderr
+
+
+@pytest.mark.parametrize("service", leave_to_weekly(SERVICES, ["mlflow"]))
+def test_a_hanging_library_neither_delays_a_stop_nor_outlives_a_kill(bake: Bake, tmp_path: Path, service: str) -> None:
+    project, run, log = bake(tracker=service), tmp_path / "run", tmp_path / "log"
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / f"{service}.py").write_text(BROKEN["hanging"])
+    path, mark = os.pathsep.join((str(tmp_path / "path"), "src")), str(tmp_path)
+    words = ("scripts/launch.sh", "train", *SHORT, *ENDLESS, "--run.dir", run)
+    with started(*words, cwd=project, log=log, NPROC="1", PYTHONPATH=path, MARK=mark) as launcher:
+        wait_for_step(5, run, launcher, log)
+        launcher.terminate()
+        assert launcher.wait(60) == 128 + signal.SIGTERM and "stopped by SIGTERM" in log.read_text(), log.read_text()
+        wait_until(lambda: not find_marked_processes(mark), "the follower ends", 30)
+    with started(*words, cwd=project, log=log, NPROC="1", PYTHONPATH=path, MARK=mark) as launcher:
+        wait_for_step(last_step(run) + 5, run, launcher, log)
+        launcher.kill()
+        wait_until(lambda: not find_marked_processes(mark), "the follower ends", 30)
