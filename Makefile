@@ -6,7 +6,7 @@ BIN := $(CURDIR)/.venv/bin
 PYTEST := $(BIN)/pytest -n auto --no-loadscope-reorder --durations=30
 
 # `make demo task=digits tracker=tensorboard` passes on the answers given on make's command line.
-QUESTIONS := project_name project_slug author parallelism task launcher cluster tracker docker license
+QUESTIONS := project_name project_slug description author parallelism task launcher cluster tracker docker license
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 

@@ -24,7 +24,7 @@ class Recorder(StrictEnvironment):
     """cookiecutter's Jinja environment, for many projects: it compiles a template once, and records branches."""
 
     def __init__(self) -> None:
-        super().__init__(context={}, keep_trailing_newline=True, **CONTEXT["_jinja2_env_vars"])
+        super().__init__(context={"cookiecutter": CONTEXT}, keep_trailing_newline=True, **CONTEXT["_jinja2_env_vars"])
         self.filters |= {"condition": self.condition, "included": self.included}
         self.strings: dict[str, Template] = {}
         self.files: dict[str, Template] = {}

@@ -431,7 +431,25 @@ TEMPLATE = {
         "cookiecutter.json", '"torch", ', "", "test_answers.py::test_no_slug_is_the_name"
     ),
     "a slug may lead out of the folder": Mutant(
-        "hooks/pre_gen_project.py", "([-_][", "([-_./][", "test_answers.py::an_answer_that_cannot_work and letters"
+        "check_answers.py", "([-_][", "([-_./][", "test_answers.py::an_answer_that_cannot_work and letters"
+    ),
+    "an answer is evaluated": Mutant(
+        "check_answers.py", "source not in self.templates", "False", "test_answers.py::a_name_may_contain and update"
+    ),
+    "cruft keeps the checks of the old version": Mutant(
+        "check_answers.py", "sys.modules.pop(__name__, None)", "pass", "test_cruft.py::cruft_loads_the_checks"
+    ),
+    "an action is not pinned": Mutant(
+        "{{cookiecutter.project_slug}}/.github/workflows/test.yml",
+        "checkout@3d3c42e5aac5ba805825da76410c181273ba90b1",
+        "checkout@v7",
+        "test_habits.py::zizmor_finds_nothing",
+    ),
+    "a project without a license names one": Mutant(
+        "{{cookiecutter.project_slug}}/CITATION.cff",
+        '("Proprietary", "none")',
+        '("Proprietary",)',
+        "test_habits.py::a_project_without_a_license",
     ),
     "make setup installs the same build of PyTorch": Mutant(
         "{{cookiecutter.project_slug}}/Makefile",

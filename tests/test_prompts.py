@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
 
 import pexpect
-from conftest import CONTEXT, QUESTIONS, TEMPLATE
+from conftest import CHOICES, CONTEXT, QUESTIONS, TEMPLATE
 
 COOKIECUTTER = str(Path(sys.executable).with_name("cookiecutter"))
 PROMPT = r"\)(?:\x1b\[[\d;]*m)*: "  # The end of the default, which is in parentheses and coloured.
 
 
 def start(folder: Path) -> pexpect.spawn:
-    """Start cookiecutter on a terminal that is wide enough for every label, and return the process."""
-    terminal = os.environ | {"TERM": "xterm", "COLUMNS": "400"}
+    """Start cookiecutter on a terminal of 80 columns, and return the process."""
+    terminal = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
     return pexpect.spawn(COOKIECUTTER, [str(TEMPLATE)], cwd=str(folder), env=terminal, encoding="utf-8", timeout=60)
 
 
@@ -27,6 +28,8 @@ def answer_questions(folder: Path, answers: dict[str, str]) -> pexpect.spawn:
         label = CONTEXT["__prompts__"][name]
         child.expect_exact(label if isinstance(label, str) else label["__prompt__"])
         child.expect(PROMPT)
+        for choice in () if isinstance(label, str) else [label[choice] for choice in CHOICES[name]]:
+            assert f" - {choice}\r\n" in re.sub(r"\x1b\[[\d;]*m", "", child.before)  # On one line.
         child.sendline(answers.get(name, ""))
     child.expect(pexpect.EOF)
     child.close()
@@ -51,7 +54,7 @@ def test_choices_can_be_selected_by_number(tmp_path: Path) -> None:
 
 def test_a_question_is_asked_again_after_an_invalid_choice(tmp_path: Path) -> None:
     child = start(tmp_path)
-    for _ in range(5):
+    for _ in QUESTIONS[: QUESTIONS.index("launcher")]:
         child.expect(PROMPT)
         child.sendline("")
     child.expect_exact(CONTEXT["__prompts__"]["launcher"]["__prompt__"])
@@ -68,9 +71,10 @@ def test_pressing_enter_after_any_name_renders_a_project(tmp_path: Path) -> None
     assert (tmp_path / "experiment-2024-results" / "src" / "experiment_2024_results" / "train.py").exists()
 
 
-def test_an_answer_that_cookiecutter_would_evaluate_later_is_rejected(tmp_path: Path) -> None:
-    """It does not evaluate what is typed, but cruft would when it updates the project."""
-    child = answer_questions(tmp_path, {"project_name": "{{ 1 }}"})
+def test_a_rejected_answer_gets_one_line_and_a_command_with_all_the_others(tmp_path: Path) -> None:
+    child = answer_questions(tmp_path, {"project_name": "{{ 1 }}", "project_slug": "torch", "license": "5"})
     assert child.exitstatus == 1
-    assert "error: project_name is '{{ 1 }}', which contains '{{'" in child.before
-    assert not list(tmp_path.iterdir())
+    error, command = child.before.strip().split("\r\n")[-2:]
+    assert error.startswith("error: project_slug is 'torch', which is the name of an existing module")
+    assert "'project_name={{ 1 }}' project_slug=my-torch" in command and "license=none" in command
+    assert "Traceback" not in child.before and not list(tmp_path.iterdir())

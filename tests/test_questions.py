@@ -6,9 +6,10 @@ import tomllib
 
 from conftest import CHOICES, CONTEXT, QUESTIONS, TEMPLATE
 
-ORDER = "project_name project_slug author parallelism task launcher cluster tracker docker license".split()
+ORDER = "project_name project_slug description author parallelism task launcher cluster tracker docker license".split()
 DEFAULTS = {
     "project_name": "My Experiment",
+    "description": "Distributed training in plain PyTorch",
     "author": "Your Name",
     "parallelism": "ddp",
     "task": "digits",
@@ -33,6 +34,20 @@ def test_every_question_and_choice_has_a_label() -> None:
     for name, values in CHOICES.items():
         if values != [False, True]:
             assert list(labels[name]) == ["__prompt__", *values]
+
+
+def test_labels_say_when_to_pick_a_choice_and_fit_80_columns() -> None:
+    """cookiecutter indents a choice by up to 9 columns, and adds a number and a default to a question."""
+    labels = CONTEXT["__prompts__"]
+    for name, values in CHOICES.items():
+        if values != [False, True]:
+            assert all(labels[name][value].startswith(f"{value}: pick it ") for value in values)
+    every = [text for label in labels.values() for text in ([label] if isinstance(label, str) else label.values())]
+    assert not [text for text in every if len(text) > 70]
+    for number, (name, label) in enumerate(labels.items(), 1):
+        default = {"project_slug": "my-experiment"}.get(name, CONTEXT[name])
+        if isinstance(default, str):
+            assert len(f"  [{number}/{len(labels)}] {label} ({default}): ") < 80
 
 
 def test_the_version_is_the_same_in_all_files() -> None:

@@ -50,6 +50,7 @@ RULED_OUT: Table = {
     ("parallelism", "data_parallel"): r"two ranks|NPROC=[2-9]|[2-9] rank\(s\)|ranks? [01] and|\brank 1\b"
     r"|other ranks|1, 2 or 4|multinode|NODE_RANK|mpirun|srun (?!--)|starts the ranks|restarts all ranks|any rank, makes"
     r"|compiled",
+    ("license", "none"): r"license ?[:=]|license-files|!LICENSE|toml LICENSE",
 }
 # model_parallel averages gradients with DDP, and data_parallel explains why DDP is better.
 ALLOWED = {("model_parallel", "ddp"), ("data_parallel", "ddp"), ("data_parallel", "model_parallel")}

@@ -1,4 +1,4 @@
-"""Distributed training in plain PyTorch."""
+"""{{ cookiecutter.__description_quoted }}"""
 
 import time
 

@@ -43,7 +43,7 @@ def check_values(settings: Mapping[str, Any], may_be_empty: Collection[str] = ()
     check_distributed(settings["distributed"])
 
 
-def check_number(name: str, value: float) -> None:
+def check_number(name: str, value: int | float) -> None:
     """Reject a number that is not finite, or too large for what counts it."""
     limit = LARGEST if isinstance(value, float) else LARGEST_INT
     limit = min(LARGEST_OF.get(name, limit), LARGEST_OF.get(name.partition(".")[0], limit))

@@ -103,7 +103,7 @@ class GlobalMean:
             )
 
 
-def read_loss(result: tuple[Loss, Weight]) -> tuple[dict[str, Tensor], Weight]:
+def read_loss(result: object) -> tuple[dict[str, Tensor], Weight]:
     """Return what a ``loss_fn`` returned, with losses by name; reject anything else."""
     if not (isinstance(result, tuple) and len(result) == 2):
         kind = type(result).__name__
