@@ -47,8 +47,9 @@ def read_earlier(path: Path) -> list[dict[str, Any]]:
 
 def read_resumed_steps(run_dir: Path, last: int) -> list[int]:
     """Return the steps before ``last`` that the run was resumed from, except those that a later start took again."""
+    starts: list[Any] = read_earlier(run_dir / "provenance.json")  # Newest first.
     steps: list[int] = []
-    for start in read_earlier(run_dir / "provenance.json"):  # Newest first.
+    for start in starts:
         step = start.get("step") if isinstance(start, dict) else None
         if isinstance(step, int) and step < min([last, *steps]):
             steps.append(step)
