@@ -283,6 +283,6 @@ RULES = {
     "ssh": Rule("check", add_option("-G")),
     "mount": Rule("check", add_option("--fake")),
     **dict.fromkeys(("docker", "kubectl"), Rule("check", without_server)),
-    "less": Rule("neither", reason="shows a file on a terminal until a key is pressed"),
+    "git": Rule("neither", reason="changes the reader's repository; tests/test_cruft.py does the same"),
     "py-spy": Rule("neither", reason="is not installed with the project, and needs the right to trace processes"),
 }
