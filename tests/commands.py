@@ -274,6 +274,7 @@ RULES = {
     **dict.fromkeys(("mkdir", "python", "pgrep", "ss"), Rule("run", run_as_shown)),
     "architecture.py": Rule("run", run_architecture),
     "chaos.py": Rule("run", run_faults),
+    "pictures.py": Rule("neither", reason="replaces the pictures, and measures nothing"),
     "pytest": Rule("run", run_pytest),
     "cd": Rule("check", change_directory),
     "make": Rule("check", make),
