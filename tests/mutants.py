@@ -406,21 +406,6 @@ def unscaled(strategy: str, loss: str) -> Mutant:
 
 # Caught by the template's own tests.
 TEMPLATE = {
-    "an exercise shows a line that is no longer there": Mutant(
-        "{{cookiecutter.project_slug}}/docs/exercises.md",
-        "-        self.sampler.set_epoch(epoch, start=progress.samples)",
-        "-        self.sampler.set_epoch(epoch)",
-        "test_teaching.py::each_diff_fits",
-    ),
-    "a diagram has an arrow to nowhere": Mutant(
-        "templates/parallelism/ddp/diagram.md",
-        "its share --> f1",
-        "its share --> f2",
-        "test_teaching.py::the_readme_has",
-    ),
-    "all jobs of an array take the first line": Mutant(
-        "templates/cluster/slurm/train.sbatch", '"${SLURM_ARRAY_TASK_ID}p"', "1p", "test_sweep.py::each_job_of_an_array"
-    ),
     "a slug may be a module's name": Mutant(
         "cookiecutter.json", '"torch", ', "", "test_answers.py::test_no_slug_is_the_name"
     ),
@@ -582,5 +567,20 @@ TEMPLATE = {
         "if number < len(pieces) else",
         "if False else",
         EFFECTS + "model_parallel",
+    ),
+    "an exercise shows a line that is no longer there": Mutant(
+        "{{cookiecutter.project_slug}}/docs/exercises.md",
+        "-        self.sampler.set_epoch(epoch, start=progress.samples)",
+        "-        self.sampler.set_epoch(epoch)",
+        "test_teaching.py::each_diff_fits",
+    ),
+    "a diagram has an arrow to nowhere": Mutant(
+        "templates/parallelism/ddp/diagram.md",
+        "its share --> f1",
+        "its share --> f2",
+        "test_teaching.py::the_readme_has",
+    ),
+    "all jobs of an array take the first line": Mutant(
+        "templates/cluster/slurm/train.sbatch", '"${SLURM_ARRAY_TASK_ID}p"', "1p", "test_sweep.py::each_job_of_an_array"
     ),
 }
