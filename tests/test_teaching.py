@@ -246,7 +246,8 @@ def test_a_loop_becomes_this_repository(bake: Bake, parallelism: str, task: str)
         (commands,) = fences(text.split("\n## ")[step], "bash") or [""]
         several = parallelism != "data_parallel" and step in (2, 3)
         if several:
-            commands = re.search(r"export WORLD_SIZE(?:.*\n)+?.*wait\n", text)[0].replace("29513", str(free_port()))
+            commands = next(block for block in fences(text, "bash") if "WORLD_SIZE" in block)
+            commands = commands.replace("29513", str(free_port()))
         output = shell(project, commands or ".venv/bin/python loop.py")
         results.append(losses_of(output))
         if step == 3:
