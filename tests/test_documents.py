@@ -45,6 +45,8 @@ ELSEWHERE = {
     **dict.fromkeys(("-genv MASTER_ADDR HOST", "mpiexec.mpich"), "an option of MPICH, and its program"),
     "--selector jobset.sigs.k8s.io/jobset-name=my-experiment": "an option of kubectl logs",
     "restricted": "a policy of Kubernetes",
+    ".cruft.json": "a file of cruft",
+    "-": "a sign in a table",
     **dict.fromkeys(("patch -p1 < mistake.diff", "patch -R -p1 < mistake.diff", "patch"), "a program of the system"),
     **dict.fromkeys(("mistake.diff", "step.diff", "latest.pt", "patch loop.py step.diff"), "a file of the reader"),
     **dict.fromkeys(("shuffle=True", "drop_last=True", "torch.compile(model)"), "what a reader may have written"),
