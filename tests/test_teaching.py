@@ -119,7 +119,7 @@ def test_a_layer_that_is_replaced_after_wrapping_is_not_averaged() -> None:
             assert any(model[1].weight is parameter for parameter in reduced) != late
 
 
-def note_bucket(reduced: list[torch.Tensor], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def note_bucket(reduced, bucket):  # Without annotations, because DDP would compare them with its own.
     """Note which parameters' gradients are to be all-reduced."""
     reduced += bucket.parameters()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
