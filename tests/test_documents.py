@@ -46,12 +46,9 @@ ELSEWHERE = {
     "--selector jobset.sigs.k8s.io/jobset-name=my-experiment": "an option of kubectl logs",
     "restricted": "a policy of Kubernetes",
     ".cruft.json": "a file of cruft",
-    "-": "a sign in a table",
     **dict.fromkeys(("patch -p1 < mistake.diff", "patch -R -p1 < mistake.diff", "patch"), "a program of the system"),
     **dict.fromkeys(("mistake.diff", "step.diff", "latest.pt", "patch loop.py step.diff"), "a file of the reader"),
-    **dict.fromkeys(
-        ("shuffle=True", "drop_last=True", "torch.compile(model)", "nn.DataParallel"), "what a reader may have written"
-    ),
+    **dict.fromkeys(("drop_last=True", "torch.compile(model)", "nn.DataParallel"), "what a reader may have written"),
     "_orig_mod.": "a prefix that torch.compile adds",
     **dict.fromkeys(("--array=1-4%2", "xargs"), "an option of sbatch, and a program of the system"),
     "KillWait": "a setting of Slurm",
