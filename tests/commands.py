@@ -275,6 +275,7 @@ RULES = {
     **dict.fromkeys(("mkdir", "python", "pgrep", "ss"), Rule("run", run_as_shown)),
     "architecture.py": Rule("run", run_architecture),
     "chaos.py": Rule("run", run_faults),
+    "pictures.py": Rule("neither", reason="replaces the pictures, and measures nothing"),
     "pytest": Rule("run", run_pytest),
     "cd": Rule("check", change_directory),
     "make": Rule("check", make),
@@ -285,6 +286,6 @@ RULES = {
     "ssh": Rule("check", add_option("-G")),
     "mount": Rule("check", add_option("--fake")),
     **dict.fromkeys(("docker", "kubectl"), Rule("check", without_server)),
-    "less": Rule("neither", reason="shows a file on a terminal until a key is pressed"),
+    "git": Rule("neither", reason="changes the reader's repository; tests/test_cruft.py does the same"),
     "py-spy": Rule("neither", reason="is not installed with the project, and needs the right to trace processes"),
 }

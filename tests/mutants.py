@@ -650,4 +650,19 @@ TEMPLATE = {
         '" ".join(text.split())',
         "test_trackers.py::a_library_that_fails and raising",
     ),
+    "an exercise shows a line that is no longer there": Mutant(
+        "{{cookiecutter.project_slug}}/docs/exercises.md",
+        "-        self.sampler.set_epoch(epoch, start=progress.samples)",
+        "-        self.sampler.set_epoch(epoch)",
+        "test_teaching.py::each_diff_fits",
+    ),
+    "a diagram has an arrow to nowhere": Mutant(
+        "templates/parallelism/ddp/diagram.md",
+        "its share --> f1",
+        "its share --> f2",
+        "test_teaching.py::the_readme_has",
+    ),
+    "all jobs of an array take the first line": Mutant(
+        "templates/cluster/slurm/train.sbatch", '"${SLURM_ARRAY_TASK_ID}p"', "1p", "test_sweep.py::each_job_of_an_array"
+    ),
 }

@@ -42,7 +42,7 @@ class Edit:
 def apply(recipe: Path, project: Path) -> list[Edit]:
     """Apply the recipe to the project, and return its edits; a sentence that does not fit the project fails."""
     text = recipe.read_text()
-    blocks = len(re.findall(r"^```(?:python|yaml|toml)$", text, re.MULTILINE))
+    blocks = len(re.findall(r"^```(?:python|yaml|toml|text)$", text, re.MULTILINE))
     edits = []
     for found in SENTENCE.finditer(text):
         path = next(filter(None, found.group("file", "new_file", "named_in", "added_to", "lines_in")))

@@ -59,13 +59,15 @@ def test_size_of_the_default_package(baked: Bake) -> None:
     assert sum(Package(baked()).lines.values()) <= 6850
 
 
-def test_the_readme_says_how_long_the_files_are(baked: Bake) -> None:
+def test_the_documents_say_how_long_the_files_are(baked: Bake) -> None:
     """Rounded to ten lines."""
     strategies = [package_of(baked, name, "digits").lines for name in CHOICES["parallelism"]]
     least, most = (round(limit(lines["parallel"] for lines in strategies), -1) for limit in (min, max))
-    readme = " ".join((TEMPLATE / "README.md").read_text().split())
-    assert f"`parallel.py` ({least} to {most} lines)" in readme
-    assert f"one file of {round(strategies[0]['train'], -1)} lines" in readme
+    pages = " ".join(
+        " ".join((TEMPLATE / "docs" / f"{name}.md").read_text().split()) for name in ("questions", "project")
+    )
+    assert f"`parallel.py` ({least} to {most} lines)" in pages
+    assert f"one file of {round(strategies[0]['train'], -1)} lines" in pages
 
 
 def test_each_room_says_what_it_is_for(baked: Bake) -> None:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Bake, copy_tracked, read_tree, run
-from runs import commit
+from conftest import TEMPLATE, Bake, copy_tracked, read_tree, run
+from runs import SHORT, checkpoints, commit, launch, losses
 
 CRUFT = Path(sys.executable).with_name("cruft")
 
@@ -51,3 +51,54 @@ def test_cruft_loads_the_checks_of_each_version_that_it_renders(repository: Path
     result = run(CRUFT, "update", "--skip-apply-ask", cwd=project, expect=1)
     assert result.stderr.splitlines()[-2:] == ["error: author is 'Your Name', which is old. Try:", "  author=New"]
     assert read_tree(project) == before
+
+
+@pytest.fixture
+def tagged(repository: Path) -> Path:
+    """The same repository at its last tagged version; in a clone without tags, this version is taken for it."""
+    tags = run("git", "tag", "--list", "v*", "--sort=-version:refname", cwd=TEMPLATE).stdout.split()
+    if tags:
+        run("git", "rm", "-r", "--quiet", ".", cwd=repository)
+        archive = run("git", "archive", "--output", repository / "old.tar", tags[0], cwd=TEMPLATE)
+        assert archive.returncode == 0
+        run("tar", "-xf", "old.tar", cwd=repository)
+        (repository / "old.tar").unlink()
+        commit(repository)
+    run("git", "tag", tags[0] if tags else "v0", cwd=repository)
+    return repository
+
+
+@pytest.mark.slow
+def test_a_project_with_edits_and_checkpoints_gets_this_version_and_another_strategy(
+    tagged: Path, tmp_path: Path, bake: Bake
+) -> None:
+    """What docs/updates.md describes: the edits stay, and the run resumes to the same losses."""
+    run(CRUFT, "create", tagged, "--no-input", "--output-dir", tmp_path, cwd=tmp_path)
+    project = tmp_path / "my-experiment"
+    model = project / "src/my_experiment/model.py"
+    model.write_text(
+        model.read_text().replace("F.silu(self.norm(self.conv(images)))", "F.gelu(self.norm(self.conv(images)))")
+    )
+    (project / "src/my_experiment/own.py").write_text('"""A file of the reader."""\n')
+    words = [*SHORT, "--checkpoint.every_steps", "3", "--run.dir"]
+    launch(project, "train", *words, "runs/own", "--train.max_steps", "3")
+    launch(project, "train", *words, "runs/whole")
+    commit(project)
+
+    copy_tracked(tagged)  # This version.
+    changes = tagged / "CHANGELOG.md"
+    changes.write_text(changes.read_text() + "\nA later version.\n")
+    commit(tagged)
+    answers = {"parallelism": "fsdp"}
+    run(CRUFT, "update", "--skip-apply-ask", "--variables-to-update", json.dumps(answers), cwd=project)
+    updated, expected = read_tree(project), read_tree(bake(**answers))
+    assert b"F.gelu(" in updated["src/my_experiment/model.py"]
+    edited = {"src/my_experiment/model.py", "src/my_experiment/own.py"}
+    assert {name for name, text in expected.items() if updated.get(name) != text} == edited - {
+        "src/my_experiment/own.py"
+    }
+    assert edited <= updated.keys()
+
+    assert "step 3 of 6" in launch(project, "train", *words, "runs/own").stdout
+    assert checkpoints(project / "runs/own")[-1] == "step-00000006.pt"
+    assert losses(project / "runs/own") == pytest.approx(losses(project / "runs/whole"), rel=1e-5)

@@ -27,8 +27,8 @@ from recipes import SENTENCE, apply
 from rendering import one_environment, render
 from runs import task_of
 from slurm import MISSING, start_slurm
+from test_recipes import LESSONS, OF_CONTROL, WEEKLY
 from test_recipes import NAMES as RECIPES
-from test_recipes import OF_CONTROL, WEEKLY
 from test_symptoms import REPRODUCED
 
 PROGRAMS = set(RULES)
@@ -51,6 +51,12 @@ ELSEWHERE = {
     **dict.fromkeys(("-genv MASTER_ADDR HOST", "mpiexec.mpich"), "an option of MPICH, and its program"),
     "--selector jobset.sigs.k8s.io/jobset-name=my-experiment": "an option of kubectl logs",
     "restricted": "a policy of Kubernetes",
+    ".cruft.json": "a file of cruft",
+    **dict.fromkeys(("patch -p1 < mistake.diff", "patch -R -p1 < mistake.diff", "patch"), "a program of the system"),
+    **dict.fromkeys(("mistake.diff", "step.diff", "latest.pt", "patch loop.py step.diff"), "a file of the reader"),
+    **dict.fromkeys(("drop_last=True", "torch.compile(model)", "nn.DataParallel"), "what a reader may have written"),
+    "_orig_mod.": "a prefix that torch.compile adds",
+    **dict.fromkeys(("--array=1-4%2", "xargs"), "an option of sbatch, and a program of the system"),
     "KillWait": "a setting of Slurm",
     "MALLOC_MMAP_THRESHOLD_=65536": "a variable of the C library",
     "dmesg": "a program of the system",
@@ -78,18 +84,30 @@ def pages(projects: list[Path]) -> list[tuple[Path, str, str]]:
 
 
 def manual(root: Path) -> dict[str, str]:
-    """Return the documents of a repository; the help of its Makefile is one, with each command as inline code."""
+    """Return the documents of a repository; the help of its Makefile is one, with each command as inline code.
+
+    In docs/coming_from.md, the first column has the names and commands of other tools.
+    """
     text = (root / "Makefile").read_text()
     shown = re.sub(r"((?:[A-Z]+=\S+ )?\bmake [a-z-]+)", r"`\1`", "\n".join(re.findall(r'echo "(make .*)"', text)))
     comments = "\n".join(re.findall(r"^# (.*)", text, re.MULTILINE))
-    return documents(root) | {"Makefile": f"{comments}\n{shown}"}
+    found = documents(root) | {"Makefile": f"{comments}\n{shown}"}
+    compared = {"docs/coming_from.md"} & found.keys()
+    return found | {name: re.sub(r"^\|.*? \|", "| there |", found[name], flags=re.MULTILINE) for name in compared}
 
 
 @pytest.fixture(scope="module")
 def found(pages: list[tuple[Path, str, str]], projects: list[Path]) -> list[Command]:
-    """Each command that a document shows, once for the template and once for the projects."""
+    """Each command that a document shows, once for the template and once for the projects.
+
+    Except those of lessons, which tests/test_teaching.py and tests/test_sweep.py run in their order.
+    """
     distinct: dict[tuple[bool, str], Command] = {}
     for root, name, text in pages:
+        if Path(name).stem in LESSONS:
+            continue
+        if root == TEMPLATE:
+            name = f"the template's {name}"
         for command in commands(text, PROGRAMS):
             # The template's documents also show commands for a project.
             moved = root == TEMPLATE and re.search(r"scripts/|make (setup|train)\b|/test_split", command)

@@ -126,12 +126,15 @@ def test_dockerfiles_pass_hadolint(rendering: Rendering, tmp_path: Path) -> None
 
 def test_markdown_is_well_formed_and_its_links_lead_somewhere(rendering: Rendering) -> None:
     documents = {file: Document(file.path, file.text) for file in rendering.owners if file.path.endswith(".md")}
-    own = {path.name: Document(path.name, path.read_text()) for path in TEMPLATE.glob("*.md")}
+    pages = [*TEMPLATE.glob("*.md"), *TEMPLATE.glob("docs/*.md")]
+    own = {
+        name: Document(name, (TEMPLATE / name).read_text()) for name in (str(p.relative_to(TEMPLATE)) for p in pages)
+    }
     broken = {fault for document in [*documents.values(), *own.values()] for fault in document.faults()}
     for project in rendering.projects:
         present = {path: documents[file] for path, file in project.files.items() if file in documents}
         broken |= {fault for document in present.values() for fault in document.broken_links(present, project.files)}
-    files = [str(path.relative_to(TEMPLATE)) for path in TEMPLATE.glob("*")]
+    files = [str(path.relative_to(TEMPLATE)) for path in (*TEMPLATE.glob("*"), *TEMPLATE.glob("docs/*"))]
     broken |= {fault for document in own.values() for fault in document.broken_links(own, files)}
     assert not broken, "\n".join(sorted(broken))
 
@@ -215,6 +218,8 @@ CHANGED = {
         *(".run/train_on_two_ranks.run.xml", "scripts/train.sbatch", "scripts/job.yaml", "scripts/trainjob.yaml"),
         # What recipes say about the strategy, and what one process need not test.
         *docs("any_model", "contrastive", "ema", "gan", "transformers"),
+        # What one process cannot do, and mistakes that only this strategy can make.
+        *docs("exercises", "from_a_loop", "walk"),
         "tests/test_training.py",
     },
     "task": {
@@ -224,6 +229,7 @@ CHANGED = {
         *package("generate.py", "__main__.py"),
         *docs("any_model", "contrastive", "ema", "finetune", "gan", "images", "stream", "table", "transformers"),
         # Experience is collected instead of read, and evaluation plays; the settings depend on the environment.
+        *docs("from_a_loop", "sweep"),
         *("Makefile", "constraints.txt", "docs/environment.md", "tests/plain.py", "tests/test_data.py"),
         *("tests/test_evaluate.py", "tests/test_experiment.py", "tests/test_training.py"),
         *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py", "launch/values.py"),
@@ -237,7 +243,7 @@ CHANGED = {
         *package("launch/torchrun.py", "launch/agent.py"),
     },
     "cluster": {
-        *("README.md", ".gitignore", "scripts/train.sbatch"),
+        *("README.md", ".gitignore", "scripts/train.sbatch", "docs/sweep.md"),
         *("scripts/volume.yaml", "scripts/job.yaml", "scripts/trainjob.yaml"),
     },
     "tracker": {
