@@ -394,7 +394,7 @@ PROJECT = {
         LANGUAGE,
     ),
     "language: the temperature is ignored": Mutant(
-        SRC + "generate.py", ".cpu() / temperature)", ".cpu())", "test_generate.py::low_temperature", LANGUAGE
+        SRC + "reporting/generate.py", ".cpu() / temperature)", ".cpu())", "test_generate.py::low_temperature", LANGUAGE
     ),
     # Launchers
     "the local rank is the rank": Mutant(

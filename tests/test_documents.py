@@ -39,7 +39,6 @@ ELSEWHERE = {
     "127.0.0.1:5678": "an address",
     **dict.fromkeys(("runs/", "config.yaml", "provenance.json", "metrics.jsonl"), "what a run leaves"),
     **dict.fromkeys(("curves.png", "confusion.png", "misread.png", "samples.txt", "episode.png"), "what a run leaves"),
-    "evaluate --run.dir": "a command and its setting",
     **dict.fromkeys(("step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
     **dict.fromkeys(("wandb/", "../mlflow.db", "tracker.log"), "what a run leaves"),
     "~/.netrc": "a file of the reader",

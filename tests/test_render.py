@@ -226,7 +226,7 @@ CHANGED = {
         *("README.md", "LICENSE", "tests/support.py", "tests/test_dataset.py", "tests/test_generate.py"),
         *EXPERIMENTS,
         *package("model.py", "dataset.py", "config.py", "launch/preflight.py", "digits.npz", "digits.md"),
-        *package("generate.py", "__main__.py"),
+        *package("reporting/generate.py", "__main__.py"),
         *docs("any_model", "contrastive", "ema", "finetune", "gan", "images", "stream", "table", "transformers"),
         # Experience is collected instead of read, and evaluation plays; the settings depend on the environment.
         *docs("from_a_loop", "sweep"),

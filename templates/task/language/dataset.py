@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 from .config import Config, DatasetConfig, UserError
-from .generate import continue_prompts
-from .reporting import Examples
+from .reporting import Examples, continue_prompts
 
 # Folders that are not the standard library's own code; then generated tables, one of which could fill the test split
 # with text unlike the rest.

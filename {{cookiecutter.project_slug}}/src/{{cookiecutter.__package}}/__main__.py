@@ -68,11 +68,11 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
     gc.disable()
     #:: if cookiecutter.__generates ::#
     from .evaluate import evaluate, load_strategy
-    from .generate import generate
+    from .reporting import benchmark, generate
     #:: else ::#
     from .evaluate import evaluate
-    #:: endif ::#
     from .reporting import benchmark
+    #:: endif ::#
     from .runtime import process_group, record_collectives, set_exact_arithmetic
     from .train import Trainer, train
 

@@ -5,6 +5,9 @@ It receives records, file names and a trainer to measure or examine; it knows no
 
 from .benchmark import benchmark
 from .examples import Examples, collect_examples, write_examples
+#:: if cookiecutter.__generates ::#
+from .generate import continue_prompts, generate
+#:: endif ::#
 from .metrics import append_record
 from .nonfinite import FiniteGuard, check_finite
 from .pace import Pace
