@@ -485,7 +485,7 @@ TEMPLATE = {
         "{{cookiecutter.project_slug}}/.github/workflows/test.yml",
         "persist-credentials: false",
         "fetch-depth: 1",
-        "test_render.py::workflows_pass",
+        "test_habits.py::zizmor_finds",
     ),
     "a link leads nowhere": Mutant(
         "{{cookiecutter.project_slug}}/README.md", "(docs/ema.md)", "(docs/emas.md)", "test_render.py::markdown_is"

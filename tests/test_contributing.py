@@ -15,7 +15,7 @@ BIN = Path(sys.executable).parent
 # For each question, the choice that the made-up one is a copy of.
 ORIGINALS = {
     "parallelism": "ddp",
-    "task": "language",
+    "task": "digits",
     "launcher": "torchrun",
     "cluster": "slurm",
     "tracker": "tensorboard",

@@ -19,8 +19,7 @@ class Evaluator:
         self.policy, self.batch_size = Policy(parallel, episodes.model), config.eval_batch_size
         self.experience = experience
         self.first_episode: list[tuple[np.ndarray, np.ndarray, float]] = []
-        self.frames: list[Image.Image] = []
-        self.frames_per_second = 30.0
+        self.film = Film()
 
     def __call__(self) -> dict[str, Any]:
         """Return ``num_samples`` and ``dataset.aggregate_metrics``, the same on every rank; a collective."""
@@ -31,8 +30,8 @@ class Evaluator:
         # One message of a few arrays per rank; ranks with the same share have played the same episodes.
         shares = all_gather_object(own if self.policy.is_first else {name: values[:0] for name, values in own.items()})
         metrics = merge(shares, len(self.episodes))
-        if self.episodes.control.gif is not None:
-            on_main(self.save_gif)
+        if (gif := self.episodes.control.gif) is not None:
+            on_main(lambda: self.film.save(Path(gif)))
         progress = {"environment_steps": self.experience.environment_steps} if self.experience else {}
         return {"num_samples": len(self.episodes), **dataset.aggregate_metrics(metrics), **progress}
 
@@ -59,8 +58,7 @@ class Evaluator:
         seeds: list[int | None] = [derive_seed(self.seed, "evaluation", number) for number in numbers]
         observations, _ = vector.reset(seed=seeds, options={})  # As in training.
         playing, returns, lengths = np.full(len(numbers), True), np.zeros(len(numbers)), np.zeros(len(numbers), int)
-        film = partial(self.film, vector) if is_filmed else lambda: None
-        film()
+        self.film.add(vector, is_filmed)
         self.first_episode = [] if is_first else self.first_episode
         while any(all_gather_object(bool(playing.any()))):
             with self.guard():
@@ -69,24 +67,10 @@ class Evaluator:
                     actions = to_valid(policy.mode, vector.single_action_space)
                     seen = np.array(observations[0])
                     observations, rewards, terminated, truncated, _ = vector.step(actions)
-                    if playing[0]:
-                        film()
+                    self.film.add(vector, is_filmed and playing[0])
                     if playing[0] and is_first:
                         self.first_episode.append((seen, np.array(actions[0]), float(rewards[0])))
                     returns, lengths = returns + rewards * playing, lengths + playing
                     playing &= ~(terminated | truncated)
         vector.close()
         return {"index": np.array(numbers), "return": returns, "length": lengths}
-
-    def film(self, vector: SyncVectorEnv) -> None:
-        """Add a frame of the first environment, in 256 colors, as the file has them."""
-        frame: Any = vector.envs[0].render()
-        self.frames.append(Image.fromarray(frame).quantize())
-        self.frames_per_second = vector.metadata.get("render_fps", 30)
-
-    def save_gif(self) -> None:
-        """Save the first episode as an animation."""
-        (first, *others), self.frames = self.frames, []
-        options: dict[str, Any] = {"duration": round(1000 / self.frames_per_second), "loop": 0}
-        write = partial(first.save, format="GIF", save_all=True, append_images=others, **options)
-        write_atomically(Path(str(self.episodes.control.gif)), write)

@@ -1,8 +1,13 @@
-"""A picture of an episode: what the policy saw, what it did, and what it got."""
+"""Pictures of an episode: what the policy saw, what it did, and what it got; or an animation."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
+
+from ..runtime import write_atomically
 
 MOST_LABELS = 8  # In a legend.
 
@@ -29,3 +34,23 @@ def draw_episode(observations: np.ndarray, actions: np.ndarray, rewards: np.ndar
     panels[-1].set_xlabel("step of the episode")
     figure.suptitle(f"first episode of the evaluation: return {rewards.sum():.6g} in {len(rewards)} steps")
     return figure
+
+
+class Film:
+    """An animation of the first environment of a vector."""
+
+    def __init__(self) -> None:
+        self.frames: list[Image.Image] = []
+        self.frames_per_second = 30.0
+
+    def add(self, vector: Any, is_filmed: bool) -> None:
+        """Add a frame, in 256 colors, as the file has them."""
+        if is_filmed:
+            self.frames.append(Image.fromarray(vector.envs[0].render()).quantize())
+            self.frames_per_second = vector.metadata.get("render_fps", 30)
+
+    def save(self, path: Path) -> None:
+        """Save the frames since the last time as a GIF."""
+        (first, *others), self.frames = self.frames, []
+        options: dict[str, Any] = {"duration": round(1000 / self.frames_per_second), "loop": 0}
+        write_atomically(path, partial(first.save, format="GIF", save_all=True, append_images=others, **options))

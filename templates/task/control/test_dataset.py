@@ -288,7 +288,8 @@ def test_the_whole_first_episode_is_filmed(monkeypatch: pytest.MonkeyPatch, tmp_
     evaluator = module("evaluate").Evaluator(episodes, strategy, chosen.data, 0)
     monkeypatch.setattr(module("evaluate"), "all_gather_object", lambda own: [own])
     evaluator.play_share()
-    assert len(evaluator.frames) == 5 + 1 and {frame.mode for frame in evaluator.frames} == {"P"}
+    frames = evaluator.film.frames
+    assert len(frames) == 5 + 1 and {frame.mode for frame in frames} == {"P"}
     panels = dataset.examples(evaluator)["episode.png"]().axes
     assert [axes.get_ylabel() for axes in panels] == ["observation", "action", "sum of rewards"]
     assert [line.get_ydata().tolist() for line in panels[2].lines] == [[1, 2, 3, 4, 5]]

@@ -88,7 +88,8 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
             benchmark(build_trainer, process, config.train.max_steps)
         #:: if cookiecutter.__generates ::#
         elif command == "generate":
-            generate(load_strategy(paths["checkpoint"], config, process)[1], config, process)
+            _, parallel = load_strategy(paths["checkpoint"], config, process)
+            generate(parallel, config.generate, config.model.context, config.run.seed, process.is_main)
         #:: endif ::#
         else:
             evaluate(paths["checkpoint"], config, process)

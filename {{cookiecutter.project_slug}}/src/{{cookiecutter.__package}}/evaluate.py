@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from gymnasium.vector import SyncVectorEnv
-from PIL import Image
 
 from . import dataset
 from .checkpoint import damage_on_any_rank, load_model, read_on_main, saved_section
@@ -16,8 +15,8 @@ from .config import Config, DataConfig, UserError
 from .launch import check_layout, check_render, make_environment
 from .model import build_model
 from .parallel import Parallel
-from .reporting import append_record, collect_examples, write_examples
-from .runtime import Context, Process, all_gather_object, on_main, write_atomically
+from .reporting import Film, append_record, collect_examples, write_examples
+from .runtime import Context, Process, all_gather_object, on_main
 from .splitting import STEPS_PER_MESSAGE, Metrics, Policy, derive_seed, merge, to_tensor, to_valid
 from .strategy import Strategy
 #:: else ::#

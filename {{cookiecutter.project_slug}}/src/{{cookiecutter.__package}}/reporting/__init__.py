@@ -6,13 +6,13 @@ It receives records, file names and a trainer to measure or examine; it knows no
 from .benchmark import benchmark
 from .examples import Examples, collect_examples, write_examples
 #:: if cookiecutter.__generates ::#
-from .generate import continue_prompts, generate
+from .generate import continue_prompts, draw, generate
 #:: endif ::#
 from .metrics import append_record
 from .nonfinite import FiniteGuard, check_finite
 from .pace import Pace
 #:: if cookiecutter.__plays ::#
-from .pictures import draw_episode
+from .pictures import Film, draw_episode
 #:: elif not cookiecutter.__generates ::#
 from .pictures import draw_confusion, draw_images
 #:: endif ::#
