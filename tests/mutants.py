@@ -244,8 +244,8 @@ PROJECT = {
     ),
     "the last frame is missing": Mutant(
         SRC + "evaluate.py",
-        "                    if playing[0]:\n                        film()\n",
-        "                    if playing[0] and not (terminated | truncated)[0]:\n                        film()\n",
+        "self.film.add(vector, is_filmed and playing[0])",
+        "self.film.add(vector, is_filmed and playing[0] and not (terminated | truncated)[0])",
         "test_dataset.py::whole_first_episode",
         CONTROL,
     ),

@@ -125,7 +125,5 @@ def aggregate_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
 
 def examples(evaluator: Any) -> Examples:
     """Return files that show the last evaluation, each with a function that makes it; optional, called on all ranks."""
-    if not evaluator.first_episode:
-        return {}
-    observations, actions, rewards = (np.array(column) for column in zip(*evaluator.first_episode, strict=True))
-    return {"episode.png": partial(draw_episode, observations, actions, rewards)}
+    steps = evaluator.first_episode
+    return {"episode.png": partial(draw_episode, steps)} if steps else {}

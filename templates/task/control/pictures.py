@@ -1,5 +1,6 @@
 """Pictures of an episode: what the policy saw, what it did, and what it got; or an animation."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,15 @@ from ..runtime import write_atomically
 MOST_LABELS = 8  # In a legend.
 
 
-def draw_episode(observations: np.ndarray, actions: np.ndarray, rewards: np.ndarray) -> Any:
+def draw_episode(steps: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> Any:
     """Return a figure of an episode over its steps.
 
-    Args:
-        observations: What the policy saw before each step, of shape (steps, numbers).
-        actions: Discrete ones of shape (steps,), or continuous ones of shape (steps, numbers).
-        rewards: Of shape (steps,).
+    Each has what the policy saw before it, of shape (numbers,), the action, of shape (), or (numbers,) if it is
+    continuous, and the reward.
     """
     from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
 
+    observations, actions, rewards = (np.array(column) for column in zip(*steps, strict=True))
     figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
     panels = figure.subplots(3, 1, sharex=True)
     columns = (("observation", observations), ("action", actions), ("sum of rewards", rewards.cumsum()))
