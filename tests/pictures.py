@@ -67,7 +67,7 @@ def train(project: Path) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        draw(ask(Path(folder)), "ten questions", TEMPLATE / "docs" / "dialogue.svg")
+        draw(ask(Path(folder)), "eleven questions", TEMPLATE / "docs" / "dialogue.svg")
         (project,) = Path(folder).iterdir()
         draw(train(project), "a training run on two ranks", TEMPLATE / "docs" / "training.svg")
 
