@@ -62,7 +62,7 @@ MESSAGES = {
 SURVIVED = ("clock on", "clock back")
 MEASURED = {"samples_per_second", "tokens_per_second", "memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
 PYTORCH_CACHE = "torchinductor_"  # All runs of a user share this folder.
-# As root, a run has a /dev/shm of its own, in which what it leaves can be told from what others do.
+# As root, a run has a /dev/shm of its own, which holds what it leaves and nothing else.
 OWN_SHM = ["unshare", "-m", "sh", "-c", 'mount --bind "$TMPDIR/../shm" /dev/shm && exec "$@"', "own-shm"]
 CYCLE = ("ddp", "fsdp", "pipeline", "ddp", "tensor", "model_parallel", "ddp", "data_parallel")
 

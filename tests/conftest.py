@@ -32,9 +32,14 @@ Bake = Callable[..., Path]
 pytest_plugins = ["skips"]
 
 
-def leave_to_weekly(names: Iterable[str], left: Collection[str]) -> list[Any]:
-    """Return parameters of a test, of which those in ``left`` are only for `make test-weekly`."""
-    return [pytest.param(name, marks=pytest.mark.weekly) if name in left else name for name in names]
+def leave_to_weekly(values: Iterable[Any], left: Collection[Any]) -> list[Any]:
+    """Return parameters of a test, tuples if it has several, of which those in ``left`` are weekly tests."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.weekly)
+        if value in left
+        else value
+        for value in values
+    ]
 
 
 # For what depends little on the strategy: one with replicas, one with shards and one with stages; the others weekly.

@@ -7,6 +7,7 @@ called once more while the setting is ignored, and has to fail then.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import multiprocessing
@@ -574,7 +575,7 @@ def init_method(lab: Lab) -> None:
 
 @shows("train.exact", effects=ALONE)
 def exact(lab: Lab) -> None:
-    # Without a GPU, what PyTorch was told is all there is to see.
+    # Without a GPU, PyTorch's own settings are all there is to see.
     words, backends = "--train.exact false --train.max_steps 1 --run.dir".split(), torch.backends
     lab.module("__main__").run("train", lab.settings(*words, str(lab.new_folder())), {})
     assert backends.cuda.matmul.allow_tf32 and backends.cudnn.allow_tf32 and not backends.cudnn.deterministic
@@ -584,8 +585,9 @@ def exact(lab: Lab) -> None:
 @shows("generate.prompt", "generate.length")
 def prompt(lab: Lab) -> None:
     config, parallel = lab.settings("--generate.prompt", "import ", "--generate.length", "5"), lab.trainer().parallel
-    text = lab.module("generate").sample(parallel, config)
-    assert text.startswith(b"import ") and len(text) == len("import ") + 5
+    module, context, seed = lab.module("reporting.generate"), config.model.context, config.run.seed
+    (text,) = module.continue_prompts(parallel, [b"import "], 5, context, config.generate.temperature, seed)
+    assert len(text) == 5 and printed(lab, parallel, config) == "import " + text.decode(errors="replace")
 
 
 @shows("generate.temperature")
@@ -593,8 +595,16 @@ def temperature(lab: Lab) -> None:
     texts, parallel = set(), lab.trainer().parallel
     for seed in ("1", "2", "3"):
         config = lab.settings("--generate.temperature", "0", "--generate.length", "9", "--run.seed", seed)
-        texts.add(lab.module("generate").sample(parallel, config))
+        texts.add(printed(lab, parallel, config))
     assert len(texts) == 1
+
+
+def printed(lab: Lab, parallel: Any, config: Any) -> str:
+    """Return what ``generate`` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        generate = lab.module("reporting.generate").generate
+        generate(parallel, config.generate, config.model.context, config.run.seed, is_main=True)
+    return output.getvalue().removesuffix("\n")
 
 
 def observe(lab: Lab, effects: dict[str, Effect]) -> dict[str, list[str]]:

@@ -50,6 +50,7 @@ FREE = (
     "counter",
     "optimizer",
     "progress.best_",
+    "progress.run_id",
 )
 
 

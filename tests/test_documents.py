@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from branches import Recorder
 from commands import RULES, Command, made_run
-from conftest import CHOICES, TEMPLATE, Bake, run
+from conftest import CHOICES, TEMPLATE, Bake, leave_to_weekly, run
 from documents import (
     commands,
     covering_answers,
@@ -167,11 +167,14 @@ def test_the_commands_for_slurm(found: list[Command]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "task"),
-    [
-        *(pytest.param(each, "digits", marks=[pytest.mark.weekly] * (each in WEEKLY)) for each in RECIPES),
-        *((recipe, "control") for recipe in OF_CONTROL),
-        pytest.param("finetune", "language", marks=pytest.mark.weekly),
-    ],
+    leave_to_weekly(
+        [
+            *((each, "digits") for each in RECIPES),
+            *((each, "control") for each in OF_CONTROL),
+            ("finetune", "language"),
+        ],
+        [*((each, "digits") for each in WEEKLY), ("finetune", "language")],
+    ),
 )
 def test_the_commands_of_a_recipe(found: list[Command], recipe: str, task: str, tmp_path: Path) -> None:
     """Each is run where a reader enters it: before or after the edits. test_recipes.py runs the last training."""

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Bake, run
+from conftest import Bake, leave_to_weekly, run
 from documents import fences
 from runs import SHORT, alone, launch
 
 pytestmark = pytest.mark.slow
+EXPORTS = [("fsdp", "control", "sharded"), ("tensor", "language", "full"), ("ddp", "digits", "full")]
 CPU = ("--distributed.device", "cpu")
 SAVE = '\nimport torch\ntorch.save(model.state_dict(), "loaded.pt")\n'
 TIED = """
@@ -39,11 +40,7 @@ def evaluate(project: Path, path: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("parallelism", "task", "kind"),
-    [
-        ("fsdp", "control", "sharded"),
-        pytest.param("tensor", "language", "full", marks=pytest.mark.weekly),
-        pytest.param("ddp", "digits", "full", marks=pytest.mark.weekly),
-    ],
+    leave_to_weekly(EXPORTS, EXPORTS[1:]),
 )
 def test_exported_weights_are_evaluated_and_loaded_elsewhere(
     baked: Bake, tmp_path: Path, parallelism: str, task: str, kind: str

@@ -11,7 +11,7 @@ import pytest
 from conftest import Bake, run
 from documents import fences
 from recipes import apply
-from runs import checkpoints, find_marked_processes, last_step, records, started, wait_until
+from runs import checkpoints, find_marked_processes, kill_all, last_step, records, started, wait_until
 from slurm import MISSING, start_slurm
 from test_teaching import page, shell
 
@@ -63,12 +63,7 @@ def test_a_sweep_that_was_killed_resumes(bake: Bake, tmp_path: Path) -> None:
     second, mark = project / "runs/sweep/lr2e-3", str(tmp_path)
     with started("bash", "-c", command, cwd=project, log=tmp_path / "log", NPROC="1", MARK=mark) as sweep:
         wait_until(lambda: last_step(second) >= 3, "the second run has begun", 240)
-        run(
-            "bash",
-            "-c",
-            f"kill -KILL {sweep.pid} {' '.join(map(str, find_marked_processes(mark)))} || true",
-            cwd=project,
-        )
+        kill_all(sweep, mark)
         wait_until(lambda: not find_marked_processes(mark), "all have ended", 30)
     complete, killed = ((project / "runs/sweep" / name / "metrics.jsonl").read_text() for name in DIRECTORIES[:2])
     output = shell(project, f"export NPROC=1\n{command}")
@@ -93,12 +88,7 @@ def test_a_search_that_was_killed_continues(bake: Bake, tmp_path: Path, task: st
     script.write_text(script.read_text().replace("TRIALS, FOLDER = 20", "TRIALS, FOLDER = 3"))
     with started(sys.executable, "search.py", cwd=project, log=tmp_path / "log", NPROC="1", MARK=mark) as search:
         wait_until(lambda: any(last_step(run) >= 3 for run in project.glob("runs/search/*")), "a run has begun", 240)
-        run(
-            "bash",
-            "-c",
-            f"kill -KILL {search.pid} {' '.join(map(str, find_marked_processes(mark)))} || true",
-            cwd=project,
-        )
+        kill_all(search, mark)
         wait_until(lambda: not find_marked_processes(mark), "all have ended", 30)
     (interrupted,) = (path.parent for path in project.glob("runs/search/*/metrics.jsonl"))
     output = shell(project, "export NPROC=1\n.venv/bin/python search.py")

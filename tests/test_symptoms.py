@@ -103,7 +103,7 @@ def test_the_error_names_a_rank_that_hangs_or_is_killed(
 @pytest.mark.parametrize(
     ("file", "line", "function"),
     [
-        ("evaluate.py", "        metrics = merge(", "__call__"),
+        ("evaluate.py", "        self.metrics = merge(", "__call__"),
         ("checkpoint/checkpointer.py", "        full = gather_full_tensors(", "gather_full_tensors"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import BIN
-from conftest import CHOICES, Bake, run
+from conftest import CHOICES, Bake, leave_to_weekly, run
 from documents import fences
 from runs import free_port, losses, records
 from torch import nn
@@ -136,16 +136,11 @@ def test_a_compiled_model_has_other_names() -> None:
 
 # The pages, as written.
 
-WEEKLY = pytest.mark.weekly
-WALKS = [
-    ("ddp", "digits"),
-    *(pytest.param(*answers, marks=WEEKLY) for answers in (("pipeline", "language"), ("fsdp", "control"))),
-    pytest.param("data_parallel", "digits", marks=WEEKLY),
-]
+WALKS = [("ddp", "digits"), ("data_parallel", "digits"), ("pipeline", "language"), ("fsdp", "control")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallelism", "task"), WALKS)
+@pytest.mark.parametrize(("parallelism", "task"), leave_to_weekly(WALKS, WALKS[1:]))
 def test_the_walk(bake: Bake, parallelism: str, task: str) -> None:
     project = bake(parallelism=parallelism, task=task)
     output = shell(project, "\n".join(fences(page(project, "walk"), "bash")))
@@ -166,17 +161,18 @@ def mistakes(text: str) -> list[tuple[str, str, str]]:
 
 
 # Of each strategy, the exercise that only it has; of ddp, all of them. Those that start no ranks are long.
+NO_RANKS = [("ddp", "digits", 3), ("ddp", "digits", 5)]
 EXERCISES = [
-    *(pytest.param("ddp", "digits", number, marks=[] if number in (3, 5) else WEEKLY) for number in range(7)),
-    *(pytest.param(name, "digits", 6, marks=WEEKLY) for name in ("fsdp", "model_parallel", "pipeline", "tensor")),
-    *(pytest.param("data_parallel", "digits", number, marks=WEEKLY) for number in (0, 4)),
-    *(pytest.param("ddp", "language", number, marks=WEEKLY) for number in (0, 4)),
-    *(pytest.param("ddp", "control", number, marks=WEEKLY) for number in (0, 1, 4)),
+    *(("ddp", "digits", number) for number in (0, 1, 2, 4, 6)),
+    *((name, "digits", 6) for name in ("fsdp", "model_parallel", "pipeline", "tensor")),
+    *(("data_parallel", "digits", number) for number in (0, 4)),
+    *(("ddp", "language", number) for number in (0, 4)),
+    *(("ddp", "control", number) for number in (0, 1, 4)),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallelism", "task", "number"), EXERCISES)
+@pytest.mark.parametrize(("parallelism", "task", "number"), leave_to_weekly([*NO_RANKS, *EXERCISES], EXERCISES))
 def test_a_mistake_is_caught_by_the_test_that_the_answer_names(
     bake: Bake, parallelism: str, task: str, number: int
 ) -> None:
@@ -228,15 +224,11 @@ def write_loop(project: Path) -> None:
     (project / "loop.py").write_text(fences(page(project, "from_a_loop"), "python")[0])
 
 
-LOOPS = [
-    ("ddp", "digits"),
-    *(pytest.param(name, "digits", marks=WEEKLY) for name in CHOICES["parallelism"] if name != "ddp"),
-    pytest.param("fsdp", "language", marks=WEEKLY),
-]
+LOOPS = [*((name, "digits") for name in CHOICES["parallelism"]), ("fsdp", "language")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallelism", "task"), LOOPS)
+@pytest.mark.parametrize(("parallelism", "task"), leave_to_weekly(LOOPS, LOOPS[1:]))
 def test_a_loop_becomes_this_repository(bake: Bake, parallelism: str, task: str) -> None:
     project = bake(parallelism=parallelism, task=task)
     text = page(project, "from_a_loop")

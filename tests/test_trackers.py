@@ -113,6 +113,10 @@ def test_the_identity_of_a_run_is_in_its_checkpoints(plain: Path, tmp_path: Path
     assert len(first) == 16 and identity("a", "--train.max_steps", "9") == first
     branch = ("--checkpoint.resume", tmp_path / "a" / "checkpoints" / "step-00000009.pt", "--train.max_steps", "12")
     assert len({first, identity("b"), identity("c", *branch)}) == 3
+    # Checkpoints on another disk are still those of this run.
+    moved = (tmp_path / "a" / "checkpoints").rename(tmp_path / "disk")
+    (tmp_path / "a" / "checkpoints").symlink_to(moved)
+    assert identity("a", "--train.max_steps", "12") == first
 
 
 # A library that cannot be imported, one that raises, and one that hangs.

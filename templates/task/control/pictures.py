@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from ..runtime import write_atomically
+from .examples import new_figure
 
 MOST_LABELS = 8  # In a legend.
 
@@ -19,10 +20,8 @@ def draw_episode(steps: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> Any:
     Each has what the policy saw before it, of shape (numbers,), the action, of shape (), or (numbers,) if it is
     continuous, and the reward.
     """
-    from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
-
     observations, actions, rewards = (np.array(column) for column in zip(*steps, strict=True))
-    figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
+    figure = new_figure(10, 7)
     panels = figure.subplots(3, 1, sharex=True)
     columns = (("observation", observations), ("action", actions), ("sum of rewards", rewards.cumsum()))
     for axes, (name, values) in zip(panels, columns, strict=True):

@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 
+from .examples import new_figure
+
 
 def draw_confusion(target: np.ndarray, prediction: np.ndarray, names: Sequence[str]) -> Any:
     """Return a figure that counts how often each class, a row, was predicted to be each class, a column.
 
     ``target`` and ``prediction`` are class numbers of shape (samples,); colors are shares of the row.
     """
-    from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
-
     classes = range(len(names))
     counts = np.zeros((len(names), len(names)), dtype=np.int64)
     np.add.at(counts, (target, prediction), 1)
     shares = counts / counts.sum(axis=1, keepdims=True).clip(1)
-    figure = Figure(figsize=(7, 6), dpi=100, layout="constrained")
+    figure = new_figure(7, 6)
     axes = figure.subplots()
     figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the true class")
     axes.set(xlabel="predicted class", ylabel="true class", title=f"{len(target)} test samples, number of each")
@@ -31,10 +31,8 @@ def draw_confusion(target: np.ndarray, prediction: np.ndarray, names: Sequence[s
 
 def draw_images(images: Sequence[np.ndarray], captions: Sequence[str], title: str) -> Any:
     """Return a figure of images of shape (height, width), all of one size, with a caption above each."""
-    from matplotlib.figure import Figure
-
     columns = 10
-    figure = Figure(figsize=(columns, 1 + 1.1 * math.ceil(len(images) / columns)), dpi=100, layout="constrained")
+    figure = new_figure(columns, 1 + 1.1 * math.ceil(len(images) / columns))
     axes = figure.subplots()
     axes.set_title(title)
     axes.set_axis_off()

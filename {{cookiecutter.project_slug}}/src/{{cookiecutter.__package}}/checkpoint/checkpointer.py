@@ -184,7 +184,7 @@ class Checkpointer:
                     self.restore_ranks(own)
                     self.restore_header(header)
                 progress = Progress(**header["progress"])
-                if path.resolve().parent.parent != self.run_dir.resolve():
+                if path.absolute().parent.parent.resolve() != self.run_dir.resolve():
                     progress.run_id = ""  # A branch of another run is a new one.
                 return progress
             except DamagedCheckpointError as error:

@@ -26,8 +26,14 @@ from .content import FORMAT, MODEL_SECTIONS, DamagedCheckpointError
 SUFFIX = ".safetensors"
 TEMPLATE = "ddp-template {{ cookiecutter._version }}"
 # What a checkpoint has in addition, and exported weights do not.
-NOTHING: dict[str, Any] = {"optimizer": {}, "param_groups": [], "built_groups": [], "tensors": [], "ranks": []}
-NOTHING["rng"] = [{}]  # Of one rank.
+NOTHING: dict[str, Any] = {
+    "optimizer": {},
+    "param_groups": [],
+    "built_groups": [],
+    "tensors": [],
+    "ranks": [],
+    "rng": [{}],  # Of one rank.
+}
 
 
 def write(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

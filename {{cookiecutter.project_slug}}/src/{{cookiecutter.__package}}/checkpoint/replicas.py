@@ -21,7 +21,7 @@ def check_replicas(tensors: Mapping[str, Tensor], step: int) -> None:
 
     It reads everything that it is given, and waits for the device.
     """
-    parts = {find_place(name, tensor): local_part(tensor) for name, tensor in tensors.items()}
+    parts = {locate(name, tensor): local_part(tensor) for name, tensor in tensors.items()}
     checksums = {place: zlib.crc32(read_bytes(part)) for place, part in parts.items()}
     holders: defaultdict[Place, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in enumerate(all_gather_object(checksums)):
@@ -34,7 +34,7 @@ def check_replicas(tensors: Mapping[str, Tensor], step: int) -> None:
         raise UserError(f"after step {step}, ranks that should hold the same tensor do not: {shown}{more}")
 
 
-def find_place(name: str, tensor: Tensor) -> Place:
+def locate(name: str, tensor: Tensor) -> Place:
     """Return the name of a tensor and the offset of this rank's shard in it, which is 0 if it is whole."""
     if not isinstance(tensor, DTensor):
         return name, (0,) * tensor.dim()

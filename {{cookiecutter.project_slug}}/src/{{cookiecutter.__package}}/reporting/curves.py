@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .examples import new_figure
 from .metrics import read_metrics
 from .provenance import read_resumed_steps
 
@@ -16,13 +17,11 @@ def draw_curves(run_dir: Path, best_metric: str, units: Mapping[str, str]) -> An
 
     ``units`` has the unit of each metric, by name.
     """
-    from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
-
     records, _ = read_metrics(run_dir / "metrics.jsonl")
     resumed = read_resumed_steps(run_dir, max((record["step"] for record in records), default=0))
     rates = ("tokens_per_second", "samples_per_second")
     rate = next((name for name in rates if any(name in record for record in records)), rates[-1])
-    figure = Figure(figsize=(15, 4), dpi=100, layout="constrained")
+    figure = new_figure(15, 4)
     left, middle, right = figure.subplots(1, 3)
     draw_panel(left, records, "step", ["loss"], resumed)
     #:: if cookiecutter.__plays ::#

@@ -11,6 +11,13 @@ from ..runtime import replace_text, write_atomically
 Examples = Mapping[str, Callable[[], Any]]
 
 
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of this size in inches."""
+    from matplotlib.figure import Figure  # Slow to import, so only here. It needs no display.
+
+    return Figure(figsize=(width, height), dpi=100, layout="constrained")
+
+
 def collect_examples(dataset: Any, evaluator: Any) -> Examples:
     """Return what ``dataset.examples``, which it need not have, returns for an evaluator; a collective.
 

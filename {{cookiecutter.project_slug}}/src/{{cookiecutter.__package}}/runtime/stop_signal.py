@@ -91,7 +91,7 @@ class StopSignal:
     def restart(self) -> None:
         """Measure the interval anew, because steps of another length follow; their first one has a message."""
         if self.pending:
-            self.pending[1].wait()  # The next message tells the same.
+            self.pending[1].wait()  # The next message says the same.
         self.interval, self.number, self.began_at, self.pending = 1, 0, -math.inf, None
 
     def start_all_reduce(self) -> tuple[Tensor, Any]:
