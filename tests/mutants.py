@@ -640,15 +640,21 @@ TEMPLATE = {
     ),
     "a tracked record is sent again": Mutant(
         "templates/tracker/mlflow/follow.py",
-        "if row[1] > self.last[row[0]]",
+        'if row[1] > self.known.get(f"{row[0]}/step", -1)',
         "if row",
         "test_trackers.py::has_each_record and mlflow",
     ),
     "a tracker's password is printed": Mutant(
         "templates/tracker/shared/follow.py",
-        r're.sub(r"//[^/@\s]+@", "//", " ".join(text.split()))',
-        '" ".join(text.split())',
+        r're.sub(r"//\S*@", "//", text)',
+        "text",
         "test_trackers.py::a_library_that_fails and raising",
+    ),
+    "a tracker takes a complete run for a stopped one": Mutant(
+        "templates/tracker/shared/followed.py",
+        'self.outcome = "finished"',
+        "pass",
+        "test_trackers.py::outcome_is_how",
     ),
     "an exercise shows a line that is no longer there": Mutant(
         "{{cookiecutter.project_slug}}/docs/exercises.md",

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,23 @@ def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tm
     outputs = [launch(project, *words, "--train.max_steps", str(last)) for _ in range(2)]
     assert f"step {last} of {last}" in outputs[1].stdout and "warning" not in outputs[1].stderr
     assert run_id(folder) == first_id
+    # What ``evaluate`` may add: another split, and an earlier step at the end.
+    with open(folder / "metrics.jsonl", "a") as metrics:
+        for split, step in (("validation", last), ("other", 50)):
+            record = {"event": "eval", "step": step, "split": split, "loss": 1.5}
+            metrics.write(json.dumps(record) + "\n")
+    assert "warning" not in launch(project, *words, "--train.max_steps", str(last)).stderr
 
     tracked = READERS[service](folder)[first_id]
     assert service == "wandb" or tracked["status"] == "FINISHED"
     for event, split in (("train", "train"), ("eval", "test")):
-        wanted = [(record["step"], pytest.approx(record["loss"])) for record in records(folder, event)]
+        of_split = [record for record in records(folder, event) if record.get("split", "train") == split]
+        wanted = [(record["step"], pytest.approx(record["loss"])) for record in of_split]
         assert len(wanted) == (last if event == "train" else len({*range(50, last, 50), last}))
         assert points(tracked, f"{split}/loss") == wanted
+    assert [loss for _, loss in points(tracked, "validation/loss") + points(tracked, "other/loss")] == [1.5, 1.5]
     names = {name for _, row in tracked["rows"] for name in row}
+    assert service == "mlflow" or "curves/path" in names
     assert names >= {"train/samples_per_second", "train/memory_mib", "test/accuracy"}
     settings = tracked["settings"]
     assert settings["optim.decay_steps"] == "1000" if service == "mlflow" else settings["provenance"]["world_size"] == 2
@@ -122,7 +132,8 @@ def test_the_identity_of_a_run_is_in_its_checkpoints(plain: Path, tmp_path: Path
 # A library that cannot be imported, one that raises, and one that hangs.
 BROKEN = {
     "missing": "raise ModuleNotFoundError('no such module: it is planted')",
-    "raising": "def __getattr__(name): raise SystemExit('planted, at https://user:secret@host')",
+    # A message that is cut within the password.
+    "raising": "def __getattr__(name): raise SystemExit(255 * 'x' + ' https://user:secret/with@signs@host')",
     "hanging": "import time\ntime.sleep(1000)",
 }
 
@@ -144,7 +155,48 @@ def test_a_library_that_fails_or_hangs_costs_one_warning(bake: Bake, tmp_path: P
     warnings = [line for line in stderr.splitlines() if "warning: " in line]
     assert len(warnings) == 1 and service in warnings[0] and "the same train command" in warnings[0], stderr
     assert ("was not done 3 s" in warnings[0]) == (fault == "hanging")
-    assert "secret" not in stderr
+    log = (tmp_path / "run" / "tracker.log").read_text()
+    assert "secret" not in stderr + log and (fault == "hanging" or "Traceback" in log)
+
+
+# Notes the outcome, and takes a while.
+NOTING = """
+class Service:
+    def __init__(self, run_dir, settings, provenance):
+        self.file = run_dir / "outcome"
+
+    def log(self, rows):
+        pass
+
+    def finish(self, outcome, files):
+        self.file.write_text(outcome)
+        import time
+        time.sleep(3)
+
+
+if __name__"""
+
+
+def test_the_outcome_is_how_the_loop_ended(bake: Bake, tmp_path: Path) -> None:
+    """Of streams, whose number of steps is unknown, or less than what was asked for."""
+    project, log = bake(tracker="mlflow"), tmp_path / "log"
+    edit(project, "reporting/follow.py", "\nif __name__", NOTING)
+    known = "return planned_steps, min(planned_steps, train.max_steps or planned_steps)"
+    edit(project, "optim.py", known, "return planned_steps, train.max_steps")
+    words = (sys.executable, "-m", "my_experiment", "train", *SHORT, "--run.dir")
+    complete, stopped = tmp_path / "complete", tmp_path / "stopped"
+    more = ("--train.epochs", "1", "--train.max_steps", "1000000")
+    with started(*words, complete, *more, cwd=project, log=log, PYTHONPATH="src") as process:
+        wait_until(lambda: (complete / "outcome").exists(), "the run has ended", 120)
+        process.terminate()  # Too late: there is nothing left to stop.
+        assert process.wait(60) == 0, log.read_text()
+    assert (complete / "outcome").read_text() == "finished"
+    more = ("--train.epochs", "100000", "--train.max_steps", "null", "--optim.decay_steps", "1000")
+    with started(*words, stopped, *more, cwd=project, log=log, PYTHONPATH="src") as process:
+        wait_for_step(5, stopped, process, log)
+        process.terminate()
+        assert process.wait(60) == 0 and "stopped by SIGTERM" in log.read_text(), log.read_text()
+    assert (stopped / "outcome").read_text() == "stopped"
 
 
 @pytest.mark.parametrize("service", leave_to_weekly(SERVICES, ["mlflow"]))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +51,7 @@ class Service:
         flat = {f"{section}.{name}": value for section, part in settings.items() for name, value in part.items()}
         params = [Param(name, str(value)[:500]) for name, value in flat.items() if name not in known]
         self.client.log_batch(self.run_id, params=params, tags=[RunTag(*tag) for tag in tags.items()])
-        self.last = {split: run.data.metrics.get(f"{split}/step", -1) for split in ("train", "test")}
+        self.known = run.data.metrics
 
     def find_experiment(self, artifacts: str | None) -> str:
         """Return the id of the experiment of this project, which is created if it is new."""
@@ -60,7 +61,7 @@ class Service:
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send the records that MLflow does not have; a message has whole records, and at most 1,000 metrics."""
-        now, new = int(1000 * time.time()), [row for row in rows if row[1] > self.last[row[0]]]
+        now, new = int(1000 * time.time()), [row for row in rows if row[1] > self.known.get(f"{row[0]}/step", -1)]
         for start in range(0, len(new), RECORDS):
             part = new[start : start + RECORDS]
             metrics = [self.metric(key, float(x), now, step) for _, step, values in part for key, x in values.items()]

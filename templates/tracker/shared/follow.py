@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 #:: endblock ::#
@@ -127,9 +128,14 @@ def to_row(record: dict[str, Any]) -> Row:
     return split, record["step"], {f"{split}/{name}": value for name, value in numbers.items()}
 
 
+def redact(text: str) -> str:
+    """Return a text without the passwords of its URLs, which may contain any sign but a space."""
+    return re.sub(r"//\S*@", "//", text)
+
+
 def say(text: str) -> None:
-    """Print one line where the run prints; a URL may have a password."""
-    print(re.sub(r"//[^/@\s]+@", "//", " ".join(text.split())), file=CONSOLE, flush=True)
+    """Print one line where the run prints."""
+    print(redact(" ".join(text.split())), file=CONSOLE, flush=True)
 
 
 if __name__ == "__main__":
@@ -141,7 +147,7 @@ if __name__ == "__main__":
     try:
         follow(Path(sys.argv[1]), Rank())
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"[:300]
+        reason = redact(f"{type(error).__name__}: {error}")[:300]
         say(f"warning: {SERVICE} failed ({reason}); the run goes on without it, and {AGAIN}")
-        sys.excepthook(type(error), error, error.__traceback__)  # To tracker.log.
+        print(redact(traceback.format_exc()), flush=True)  # To tracker.log.
         os._exit(1)

@@ -8,18 +8,18 @@ from .follow import Follower
 class Tracker:
     def __init__(self) -> None:
         #:: block attributes ::#
-        self.step = 0
+        self.outcome = "stopped"
         #:: endblock ::#
 
-    def record(self, done: int) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
             #:: block open ::#
-            self.step, follower = done, stack.enter_context(Follower(self.run_dir))
+            follower = stack.enter_context(Follower(self.run_dir))
             #:: endblock ::#
             #:: block close ::#
-            follower.end("finished" if total is None or self.step >= total else "stopped")
+            follower.end(self.outcome)
             #:: endblock ::#
 
-    def log(self, record: dict[str, Any]) -> None:
-        #:: block log ::#
-        self.step = record["step"]
+    def finish(self, examples: Examples) -> None:
+        #:: block finish ::#
+        self.outcome = "finished"
         #:: endblock ::#

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..runtime import disk_errors
 from .curves import draw_curves
-from .examples import write_examples
+from .examples import Examples, write_examples
 #:: block imports ::#
 #:: endblock ::#
 from .metrics import format_record, truncate_metrics
@@ -62,6 +62,12 @@ class Tracker:
             write_examples(self.run_dir, self.examples)
             #:: block close ::#
             #:: endblock ::#
+
+    def finish(self, examples: Examples) -> None:
+        """Note that the run is complete, and what to show of it in addition to the curves."""
+        self.examples |= examples
+        #:: block finish ::#
+        #:: endblock ::#
 
     def advance(self) -> None:
         """Count one step."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from netrc import NetrcParseError, netrc
@@ -42,13 +43,12 @@ class Service:
                 raise
             say(f"warning: wandb cannot go online ({type(error).__name__}: {error}); recording offline")
             self.start("offline")
-        summary = self.run.summary
-        self.first_row, self.row = self.run.step, -1
-        self.last = {split: summary.get(f"{split}/step", self.first_row - 1) for split in ("train", "test")}
+        self.first_row, self.row, self.known = self.run.step, -1, dict(self.run.summary)
 
     def start(self, mode: Any) -> None:
         """Start the W&B run, or resume it; offline, it is recorded anew, because the records are all there."""
-        earlier = [*self.run_dir.glob(f"wandb/offline-run-*-{self.run_id}")]
+        earlier = self.run_dir.glob(f"wandb/offline-run-*-{self.run_id}")
+        self.replaced = [*earlier] if mode == "offline" else []
         options: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "{{ cookiecutter.project_slug }}"),
@@ -64,15 +64,14 @@ class Service:
         if self.run.resumed:  # With the settings that W&B had, which may have changed.
             self.run.config.update(self.config, allow_val_change=True)
         if mode == "offline":
-            for folder in earlier:
-                shutil.rmtree(folder, ignore_errors=True)
             say(f"wandb: recording offline; to upload the run: wandb sync {os.path.relpath(Path(self.run.dir).parent)}")
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send the records that W&B does not have; it never changes a row before the last."""
         for split, step, values in rows:
-            if step > self.last[split]:
-                self.row = max(step, self.first_row)
+            if step > self.known.get(f"{split}/step", self.first_row - 1):
+                row = max(step, self.first_row)
+                self.row = row if row >= self.row else self.row + 1  # ``evaluate`` may add one of an earlier step.
                 self.run.log(values, step=self.row)
 
     def finish(self, outcome: str, files: Sequence[Path]) -> None:
@@ -83,6 +82,8 @@ class Service:
         for path in files:
             self.run.save(str(path), base_path=str(self.run_dir), policy="now")
         self.run.finish(exit_code=0 if outcome == "finished" else 1)
+        for folder in self.replaced:  # Not earlier: until here, what they hold is nowhere else.
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def has_key() -> bool:

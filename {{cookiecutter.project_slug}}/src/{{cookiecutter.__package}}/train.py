@@ -93,7 +93,7 @@ class Trainer:
         progress, stopped = self.progress, False
         self.parallel.align_random_state()
         recording = self.tracker.record(progress.step, self.total_steps, progress.evaluated_step)
-        with recording, self.stop, self.checkpointer, report_failures(lambda: f"after step {progress.step}"):
+        with self.stop, recording, self.checkpointer, report_failures(lambda: f"after step {progress.step}"):
             ranks = f"{self.process.world_size} rank(s), {self.process.device.type}"
             self.tracker.print(f"{self.config.run.dir}: step {progress.step} of {self.total_steps or '?'} on {ranks}")
             self.pace.start(self.progress.step)
@@ -131,7 +131,7 @@ class Trainer:
         if self.saved != self.progress:
             self.write_checkpoint()
         self.stop.restart()
-        self.tracker.examples |= collect_examples(dataset, self.evaluator)
+        self.tracker.finish(collect_examples(dataset, self.evaluator))
 
     def is_evaluation_due(self) -> bool:
         """Return whether this step is to be evaluated, and has not been yet: a stop signal may interrupt it."""
