@@ -268,11 +268,22 @@ def precision(lab: Lab) -> None:
         trainer, seen = lab.trainer("--train.precision", value), set()
         for layer in layers(trainer):
             layer.register_forward_hook(lambda layer, inputs, output, seen=seen: seen.add(output.dtype))
+        sent = watch_messages(trainer)
         # AdamW would hide a wrong scale of the gradient; its norm does not.
         loss_and_norm = first_step(trainer)
         assert torch.allclose(loss_and_norm, expected, rtol=0.02), (value, loss_and_norm, expected)
         assert seen == {dtype}
+        assert sent <= {torch.bfloat16 if value == "bf16" else torch.float32}
         assert {parameter.dtype for parameter in trainer.parallel.module.parameters()} == {torch.float32}
+
+
+def watch_messages(trainer: Any) -> set[torch.dtype]:
+    """Return a set which steps fill with the types of what a pipeline's stages send on; empty for other strategies."""
+    sent, parallel = set[torch.dtype](), trainer.parallel
+    for index, stage in getattr(parallel, "stages", {}).items():
+        if index + 1 < len(parallel.outline):
+            stage.register_forward_hook(lambda stage, inputs, output: sent.add(output.dtype))
+    return sent
 
 
 @shows("train.compile")
@@ -401,7 +412,7 @@ def agree_seconds(lab: Lab) -> None:
 
 @shows("parallel.bucket_cap_mb")
 def bucket_cap_mb(lab: Lab) -> None:
-    one, many = (count_collectives(lab.trainer("--parallel.bucket_cap_mb", mb), "reduce") for mb in ("25", "0.001"))
+    one, many = (count_collectives(lab.trainer("--parallel.bucket_cap_mb", mb), "reduce") for mb in ("null", "0.001"))
     assert many > one
 
 
@@ -458,10 +469,14 @@ def cpu_offload(lab: Lab) -> None:
 
 @shows("parallel.replicas")
 def replicas(lab: Lab) -> None:
-    parallel, whole = lab.trainer("--parallel.replicas", "2").parallel, lab.whole_model()
+    trainer, whole = lab.trainer("--parallel.replicas", "2", "--train.microbatches", "2"), lab.whole_model()
+    parallel = trainer.parallel
     own = {name: local(parameter).shape for name, parameter in parallel.module.named_parameters()}
     assert parallel.dp_size == 2
     assert own == {name: parameter.shape for name, parameter in whole.named_parameters()}
+    if hasattr(parallel, "fsdp"):  # Replicas average the gradients of a block once per step, not per micro-batch.
+        once = sum(any(True for _ in part.parameters()) for part in [*lab.module("model").blocks(whole)])
+        assert count_collectives(trainer, "all_reduce") <= once + 2
 
 
 @shows("parallel.sequence_parallel")

@@ -2,8 +2,9 @@
 class ParallelConfig:
     """Distributed data parallel; the settings are those of torch.nn.parallel.DistributedDataParallel."""
 
-    bucket_cap_mb: PositiveFloat = 25.0
-    """MiB of gradients per all-reduce: larger buckets mean fewer messages, but less overlap with backward."""
+    bucket_cap_mb: PositiveFloat | None = None
+    """MiB of gradients per all-reduce: larger buckets mean fewer messages, but less overlap with backward. null is
+    DDP's default: 25, and 1 for the first, so that it starts early."""
     gradient_as_bucket_view: bool = True
     """Store gradients in the buckets themselves, which saves a copy of them."""
     static_graph: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .config import Config, ParallelConfig
@@ -32,11 +32,14 @@ class Parallel(Strategy):
         # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         self.module = model
-        shard(model, build_mesh(config.parallel, process), policy, config.parallel)
+        self.fsdp = shard(model, build_mesh(config.parallel, process), policy, config.parallel)
 
     def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):
+        pieces = split_batch((inputs, targets), self.microbatches)
+        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
             # Gradients are scattered after each micro-batch: waiting for the last would keep full ones on each rank.
+            # Ranks with the same shards average them once, after the last.
+            self.fsdp.set_requires_all_reduce(number == len(pieces))
             loss = self.add_loss(self.module(some_inputs), some_targets)
             # FSDP averages over the ranks what has to be summed.
             scaler.scale(loss * self.dp_size).backward()
@@ -58,11 +61,13 @@ def build_mesh(config: ParallelConfig, process: Process) -> DeviceMesh:
     return init_device_mesh(process.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig) -> FSDPModule:
     """Shard each block, which is then gathered as a unit; parameters outside of blocks are sharded at the root."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     # Each block moves to the device separately, so that the whole model is never on it.
     shard_module = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    for block in blocks(model):
-        shard_module(block, reshard_after_forward=config.reshard_after_forward)
-    shard_module(model)
+    parts = blocks(model)
+    for block in parts:
+        # The backward of the last one follows its forward at once, so its weights stay.
+        shard_module(block, reshard_after_forward=config.reshard_after_forward and block is not parts[-1])
+    return shard_module(model)

@@ -6,8 +6,8 @@ class ParallelConfig:
     """Devices per rank, k: local rank r uses devices r*k ... r*k+k-1. On a CPU, the CPU stands in for all of them."""
     split: list[PositiveInt] | None = None
     """Number of blocks on each device, first device first; null balances the devices by parameters."""
-    bucket_cap_mb: PositiveFloat = 25.0
-    """MiB of gradients per all-reduce between ranks."""
+    bucket_cap_mb: PositiveFloat | None = None
+    """MiB of gradients per all-reduce between ranks; null is DDP's default: 25, and 1 for the first."""
     find_unused_parameters: bool = False
     """Search every step for parameters that get no gradient; needed only if the model has some."""
 

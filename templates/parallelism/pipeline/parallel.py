@@ -56,7 +56,10 @@ class Parallel(Strategy):
         own = {index: blocks for index, blocks in stages if self.holds(index)}
         named_blocks = OrderedDict(block for blocks in own.values() for block in blocks.named_children())
         self.module = nn.Sequential(named_blocks).to(self.device)
-        self.stages = {index: Stage(blocks, self.autocast) for index, blocks in own.items()}
+        # Under bf16, stages send half the bytes; fp16 would overflow where one process adds in fp32.
+        sent = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
+        self.dtypes = [sent] * (len(self.outline) - 1) + [torch.float32]
+        self.stages = {index: Stage(blocks, self.autocast, self.dtypes[index]) for index, blocks in own.items()}
 
         # Built for the shapes of a micro-batch; all ranks of a pipeline see the same ones.
         self.schedule: Any = None
@@ -122,7 +125,7 @@ class Parallel(Strategy):
     def build_schedule(self, microbatch: Any) -> Any:
         """Build the schedule for micro-batches of this shape, and the shapes that its stages receive and send."""
         self.scheduled_stages = []
-        for index, (inputs, outputs) in enumerate(trace_stages(self.outline, microbatch)):
+        for index, (inputs, outputs) in enumerate(trace_stages(self.outline, self.dtypes, microbatch)):
             if self.holds(index):
                 size, group = len(self.outline), self.pipeline
                 stage = PipelineStage(self.stages[index], index, size, self.device, inputs, outputs, group=group)
@@ -152,7 +155,7 @@ class Parallel(Strategy):
 
     def receive(self, index: int, inputs: Any) -> Tensor:
         """Receive the outputs of stage ``index - 1`` from its rank; the pipeline's ``inputs`` determine their shape."""
-        *_, (_, sent) = trace_stages(self.outline[:index], inputs)
-        received = torch.empty(sent.shape, device=self.device)
+        *_, (_, sent) = trace_stages(self.outline[:index], self.dtypes, inputs)
+        received = torch.empty_like(sent, device=self.device, requires_grad=False)
         dist.recv(received, group=self.pipeline, group_src=self.owners[index - 1])
         return received

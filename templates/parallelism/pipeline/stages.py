@@ -19,15 +19,15 @@ from .sequence import balance
 
 
 class Stage(nn.Module):
-    """Consecutive blocks that compute in ``train.precision`` and always output fp32."""
+    """Consecutive blocks that compute in ``train.precision`` and output ``dtype``."""
 
-    def __init__(self, blocks: nn.Sequential, autocast: Callable[[], torch.autocast]) -> None:
+    def __init__(self, blocks: nn.Sequential, autocast: Callable[[], torch.autocast], dtype: torch.dtype) -> None:
         super().__init__()
-        self.blocks, self.autocast = blocks, autocast
+        self.blocks, self.autocast, self.dtype = blocks, autocast, dtype
 
     def forward(self, x: Tensor) -> Tensor:
         with self.autocast():
-            return self.blocks(x).float()
+            return self.blocks(x).to(self.dtype)
 
 
 def split_into_stages(model: nn.Sequential, config: ParallelConfig, pipeline_size: int) -> list[nn.Sequential]:
@@ -38,12 +38,18 @@ def split_into_stages(model: nn.Sequential, config: ParallelConfig, pipeline_siz
     return [nn.Sequential(OrderedDict(blocks[a:b])) for a, b in pairwise([0, *accumulate(lengths)])]
 
 
-def trace_stages(stages: Iterable[nn.Module], inputs: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the inputs and the outputs of each stage, without their values; ``stages`` are on the meta device."""
-    outputs = to_device(inputs, torch.device("meta"))
-    for stage in stages:
-        inputs, outputs = outputs, stage(outputs).detach().requires_grad_()
-        yield inputs, outputs
+def trace_stages(
+    stages: Iterable[nn.Module], dtypes: Iterable[torch.dtype], inputs: Any
+) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the inputs and the outputs of each stage, without their values.
+
+    The ``stages`` are on the meta device, in fp32; ``dtypes`` are those of what each outputs.
+    """
+    outputs = received = to_device(inputs, torch.device("meta"))
+    for stage, dtype in zip(stages, dtypes, strict=False):
+        outputs = stage(outputs).detach()
+        inputs, received = received, outputs.to(dtype).requires_grad_()
+        yield inputs, received
 
 
 def assign_stages(stages: int, pipeline_size: int, schedule: str) -> list[int]:
