@@ -66,8 +66,7 @@ class Parallel(Strategy):
         self.shapes: list[torch.Size] = []
         self.scheduled_stages: list[PipelineStage] = []
         # In the current step, the targets of the micro-batches and the factor that scales their losses.
-        self.targets: list[Any] = []
-        self.loss_scale = torch.ones(())
+        self.targets, self.loss_scale = list[Any](), torch.ones(())
         self.group_after_startup = self.pipeline
         if dist.get_backend(self.pipeline) == "gloo":
             # gloo cannot change the timeout of point-to-point messages, so a second group has the shorter timeout.
@@ -104,8 +103,7 @@ class Parallel(Strategy):
                 if index == 0:
                     outputs[number] = stage(piece)
                 else:
-                    is_local = self.holds(index - 1)
-                    outputs[number] = stage(outputs[number] if is_local else self.receive(index, piece))
+                    outputs[number] = stage(outputs[number] if self.holds(index - 1) else self.receive(index, piece))
                 if index + 1 < len(self.owners) and not self.holds(index + 1):
                     next_rank = self.owners[index + 1]
                     sends.append(dist.isend(outputs[number].contiguous(), group=self.pipeline, group_dst=next_rank))
@@ -131,8 +129,7 @@ class Parallel(Strategy):
                 stage = PipelineStage(self.stages[index], index, size, self.device, inputs, outputs, group=group)
                 self.scheduled_stages.append(stage)
         kind = get_schedule_class(self.config.schedule)
-        is_single = issubclass(kind, PipelineScheduleSingle)
-        stages: Any = self.scheduled_stages[0] if is_single else self.scheduled_stages
+        stages: Any = self.scheduled_stages[0] if issubclass(kind, PipelineScheduleSingle) else self.scheduled_stages
         return kind(stages, self.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
 
     def scaled_loss(self, outputs: Tensor, number: Tensor) -> Tensor:
