@@ -40,7 +40,7 @@ ELSEWHERE = {
     **dict.fromkeys(("runs/", "config.yaml", "provenance.json", "metrics.jsonl"), "what a run leaves"),
     **dict.fromkeys(("curves.png", "confusion.png", "misread.png", "samples.txt", "episode.png"), "what a run leaves"),
     **dict.fromkeys(("step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
-    **dict.fromkeys(("wandb/", "../mlflow.db"), "what a run leaves"),
+    **dict.fromkeys(("wandb/", "../mlflow.db", "../mlflow/"), "what a run leaves"),
     ".venv/bin/wandb sync runs/default/wandb/offline-run-*": "needs an account",
     "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db": "of the whole of mlflow",
     **dict.fromkeys(("(targets >= 0).sum()", "len(targets)", '{"loss": ..., "kl": ...}'), "what a reader may write"),
