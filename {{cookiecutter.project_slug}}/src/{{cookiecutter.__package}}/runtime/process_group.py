@@ -185,6 +185,8 @@ def new_patient_group(seconds: float) -> Any:
 
 def all_gather_object(own: T) -> list[T]:
     """Return the objects of all ranks, in the order of ranks; a collective. They are pickled, so keep them small."""
+    if dist.get_world_size() == 1:
+        return [own]  # Pickling, and a message to oneself, would take as long as a small step.
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
