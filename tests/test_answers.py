@@ -209,7 +209,9 @@ def test_no_slug_is_the_name_of_a_module_or_a_package_that_the_project_needs(tak
 
     assert len(taken) > 300
     assert not set(filter(is_accepted, taken))
-    for names in CONTEXT["_reserved"].values():
+    for reason, names in CONTEXT["_reserved"].items():
+        others = {name for other, its in CONTEXT["_reserved"].items() if other != reason for name in its}
+        assert not others & set(names)
         assert names == sorted(names) and all(canonicalize_name(name) == name for name in names)
         assert all(is_accepted(f"my-{name}") for name in names)
 

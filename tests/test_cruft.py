@@ -59,8 +59,7 @@ def tagged(repository: Path) -> Path:
     tags = run("git", "tag", "--list", "v*", "--sort=-version:refname", cwd=TEMPLATE).stdout.split()
     if tags:
         run("git", "rm", "-r", "--quiet", ".", cwd=repository)
-        archive = run("git", "archive", "--output", repository / "old.tar", tags[0], cwd=TEMPLATE)
-        assert archive.returncode == 0
+        run("git", "archive", "--output", repository / "old.tar", tags[0], cwd=TEMPLATE)
         run("tar", "-xf", "old.tar", cwd=repository)
         (repository / "old.tar").unlink()
         commit(repository)
@@ -93,11 +92,8 @@ def test_a_project_with_edits_and_checkpoints_gets_this_version_and_another_stra
     run(CRUFT, "update", "--skip-apply-ask", "--variables-to-update", json.dumps(answers), cwd=project)
     updated, expected = read_tree(project), read_tree(bake(**answers))
     assert b"F.gelu(" in updated["src/my_experiment/model.py"]
-    edited = {"src/my_experiment/model.py", "src/my_experiment/own.py"}
-    assert {name for name, text in expected.items() if updated.get(name) != text} == edited - {
-        "src/my_experiment/own.py"
-    }
-    assert edited <= updated.keys()
+    assert "src/my_experiment/own.py" in updated
+    assert [name for name, text in expected.items() if updated.get(name) != text] == ["src/my_experiment/model.py"]
 
     assert "step 3 of 6" in launch(project, "train", *words, "runs/own").stdout
     assert checkpoints(project / "runs/own")[-1] == "step-00000006.pt"

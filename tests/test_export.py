@@ -11,6 +11,7 @@ import torch
 from conftest import Bake, leave_to_weekly, run
 from documents import fences
 from runs import SHORT, alone, launch
+from safetensors import safe_open
 
 pytestmark = pytest.mark.slow
 EXPORTS = [("fsdp", "control", "sharded"), ("tensor", "language", "full"), ("ddp", "digits", "full")]
@@ -55,6 +56,8 @@ def test_exported_weights_are_evaluated_and_loaded_elsewhere(
         words = ("--generate.length", "9", *CPU, "--checkpoint")
         assert alone(project, "generate", *words, file).stdout == alone(project, "generate", *words, checkpoint).stdout
 
+    with safe_open(file, framework="pt") as opened:  # Others get the file, and need not know where it was made.
+        assert "cache" not in opened.metadata()["config"] and "runs" not in opened.metadata()["config"]
     (code,) = [code for code in fences((project / "README.md").read_text(), "python") if "load_file" in code]
     assert len([line for line in code.splitlines() if line and "import" not in line]) == 3
     run(sys.executable, "-c", code + SAVE, cwd=tmp_path, PYTHONPATH=str(project / "src"))

@@ -17,11 +17,8 @@ INDEX = "https://download.pytorch.org/whl/"
 UV = Path(sys.executable).parent / "uv"
 # Prints its arguments in place of installing anything.
 FAKE = '#!/bin/sh\necho pip "$@"\n'
-CUDA = (
-    "nvidia-",
-    "cuda-",
-    "triton",
-)  # PyTorch itself fixes the versions of the packages that its build for CUDA needs.
+# PyTorch itself fixes the versions of the packages that its build for CUDA needs.
+CUDA = ("nvidia-", "cuda-", "triton")
 
 
 def plan(folder: Path, *words: str, expect: int = 0) -> list[str]:
@@ -110,16 +107,20 @@ def list_installed(python: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_uv_installs_what_the_readme_shows(bake: Bake, wheels: Path) -> None:
-    """And then `make setup` has little left to do."""
-    project = bake(tracker="tensorboard")
-    environment = {"UV_FIND_LINKS": str(wheels)}
+def test_uv_installs_what_the_readme_shows(bake: Bake, wheels: Path, tmp_path: Path) -> None:
+    """Into .venv, also if another environment is active; and then `make setup` has little left to do."""
+    project, active = bake(tracker="tensorboard"), tmp_path / "active"
+    run(UV, "venv", "--python", sys.executable, active, cwd=project)
+    environment = {"UV_FIND_LINKS": str(wheels), "VIRTUAL_ENV": str(active)}
     commands = shown(project, "uv").replace("uv pip", f"{UV} pip").replace("uv venv", f"{UV} venv -p {sys.executable}")
-    run("bash", "-euc", f"unset VIRTUAL_ENV CONDA_PREFIX\n{commands}", cwd=project, **environment)
-    assert list_installed(project / ".venv/bin/python") <= read_constraints(project)
+    run("bash", "-euc", commands, cwd=project, **environment)
+    assert list_installed(active / "bin/python") == set()
+    installed = list_installed(project / ".venv/bin/python")
+    assert {line.partition("==")[0] for line in installed} >= {"torch", "pip", "pytest"}
+    assert installed <= read_constraints(project)
+    assert "train" in run(project / ".venv/bin/python", "-m", "my_experiment", "--help", cwd=project).stdout
     run("make", "setup", f"UV={UV}", cwd=project, **environment)
     assert (project / ".git/hooks/pre-commit").exists()
-    assert "train" in run(project / ".venv/bin/python", "-m", "my_experiment", "--help", cwd=project).stdout
 
 
 @pytest.mark.weekly

@@ -219,7 +219,7 @@ CHANGED = {
         # What recipes say about the strategy, and what one process need not test.
         *docs("any_model", "contrastive", "ema", "gan", "transformers"),
         # What one process cannot do, and mistakes that only this strategy can make.
-        *docs("exercises", "from_a_loop", "walk"),
+        *docs("coming_from", "exercises", "from_a_loop", "walk"),
         "tests/test_training.py",
     },
     "task": {

@@ -114,7 +114,7 @@ def test_a_sweep_as_an_array_of_jobs(bake: Bake) -> None:
 
 
 def test_the_files_of_the_page_are_complete(bake: Bake) -> None:
-    """The recipe applies as other recipes do, and its script passes the project's linter and type checker."""
+    """The recipe applies as other recipes do, and its script passes the project's linter."""
     project = bake()
     edits = apply(project / "docs/sweep.md", project)
     assert [edit.path for edit in edits] == ["sweep.txt", "search.py"]

@@ -75,7 +75,7 @@ def is_searched(path: str, table: Table, question: str) -> bool:
     """Return whether a file is searched for a table's words about a question."""
     if question == "task" and path.startswith("docs/"):
         return False  # Recipes are about other data.
-    if path == "docs/coming_from.md":
+    if path == "docs/coming_from.md" and table is not RULED_OUT:
         return False  # It is about other tools, and about what strategies and launchers are called there.
     if question == "launcher" and path.endswith("environment.py"):
         return False  # This file reads the variables of every launcher.

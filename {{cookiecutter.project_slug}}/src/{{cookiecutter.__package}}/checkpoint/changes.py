@@ -8,7 +8,7 @@ from ..config import UserError, sections
 
 Settings = Mapping[str, Mapping[str, Any]]
 
-# Which run it is and where its files are; nothing to report. So is a field with the metadata ``place``.
+# Which run it is and where its files are.
 PLACES = {"run.dir", "checkpoint.resume", "model.weights", "model.weights_except"}
 
 
@@ -21,10 +21,10 @@ def check_changes(saved: Settings, settings: Settings, samples: int) -> list[str
     lines = []
     for section, values in settings.items():
         before = saved_section(saved, section)
-        places = {field.name for field in fields(before) if "place" in field.metadata}
+        places = places_of(section)
         for key, value in values.items():
             name, previous = f"{section}.{key}", getattr(before, key)
-            if name in PLACES or key in places or to_list(previous) == to_list(value):
+            if name in places or to_list(previous) == to_list(value):
                 continue
             if section in ("model", "dataset"):
                 raise UserError(f"{name} is {value}, and {previous} in the checkpoint; give that, or another run.dir")
@@ -39,6 +39,11 @@ def check_changes(saved: Settings, settings: Settings, samples: int) -> list[str
             unknown = values.keys() - settings.get(section, {}).keys()
             lines += [f"{section}.{key} of the checkpoint is ignored: there is no such setting" for key in unknown]
     return lines
+
+
+def places_of(section: str) -> set[str]:
+    """Return the settings, as ``section.key``, that say where files are; a field is one by its metadata ``place``."""
+    return PLACES | {f"{section}.{field.name}" for field in fields(sections()[section]) if "place" in field.metadata}
 
 
 def saved_section(saved: Settings, name: str) -> Any:

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..runtime import write_atomically
-from .changes import PLACES
+from .changes import places_of
 from .content import FORMAT, MODEL_SECTIONS, DamagedCheckpointError
 
 SUFFIX = ".safetensors"
@@ -43,7 +43,7 @@ def write(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor])
         OSError: if the file cannot be written.
     """
     config = {
-        section: {key: value for key, value in values.items() if f"{section}.{key}" not in PLACES}
+        section: {key: value for key, value in values.items() if f"{section}.{key}" not in places_of(section)}
         for section, values in content["config"].items()
         if section in MODEL_SECTIONS
     }
