@@ -214,7 +214,7 @@ CHANGED = {
         ),
         *package("reporting/benchmark.py", "reporting/bubble.py"),
         # How many processes are started.
-        *("AGENTS.md", "Makefile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),
+        *("AGENTS.md", "Makefile", "Dockerfile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),
         *(".run/train_on_two_ranks.run.xml", "scripts/train.sbatch", "scripts/job.yaml", "scripts/trainjob.yaml"),
         # What recipes say about the strategy, and what one process need not test.
         *docs("any_model", "contrastive", "ema", "gan", "transformers"),
