@@ -49,7 +49,6 @@ ELSEWHERE = {
     **dict.fromkeys(("-genv MASTER_ADDR HOST", "mpiexec.mpich"), "an option of MPICH, and its program"),
     "--selector jobset.sigs.k8s.io/jobset-name=my-experiment": "an option of kubectl logs",
     "restricted": "a policy of Kubernetes",
-    "rdma/hca_shared_devices_a": "a resource of the cluster's plugin",
     **dict.fromkeys(("LimitMEMLOCK=infinity", "IPC_LOCK"), "a setting of containerd, and a capability of Linux"),
     **dict.fromkeys(("NET/IB", "NET/Socket"), "what NCCL logs"),
     ".cruft.json": "a file of cruft",
