@@ -112,7 +112,9 @@ def found(pages: list[tuple[Path, str, str]], projects: list[Path]) -> list[Comm
             # The template's documents also show commands for a project.
             moved = root == TEMPLATE and re.search(r"scripts/|make (setup|train)\b|/test_split", command)
             folder = projects[0] if moved else root
-            distinct.setdefault((folder == TEMPLATE, command), Command(command, name, folder))
+            # Tasks differ in the number of their last checkpoint.
+            same = re.sub(r"step-\d+", "step", command)
+            distinct.setdefault((folder == TEMPLATE, same), Command(command, name, folder))
     return list(distinct.values())
 
 

@@ -207,6 +207,7 @@ def test_a_stream_ends_on_all_ranks_and_resumes_on_any_number(bake: Bake, tmp_pa
     assert torch.load(newest, weights_only=True)["progress"]["evaluated_step"] == 45
 
 
+@pytest.mark.weekly
 def test_a_stream_that_splits_itself_ends_together_and_stays_with_its_ranks(bake: Bake, tmp_path: Path) -> None:
     project = streaming(bake(), STREAM + SHARDS)
     # 1,000 samples in two shards of two loader processes: 250 each, which is 7 batches of 32 and a rest.

@@ -84,14 +84,13 @@ def assert_none_skipped(output: str) -> None:
 def combinations() -> Iterator[Any]:
     """Yield each strategy with each task, and a name from which a slug is not easy to derive.
 
-    Two of them are among the long tests, one of each task that `make test` does not test so; the others are left to
-    `make test-weekly`.
+    One of them is among the long tests; the others are left to `make test-weekly`.
     """
     names = itertools.cycle([*DEFAULT_SLUGS][1:])
     for shift in (1, 2, 0):
         for number, parallelism in enumerate(CHOICES["parallelism"]):
             task = CHOICES["task"][(number + shift) % len(CHOICES["task"])]
-            is_weekly = shift != 1 or parallelism not in ("fsdp", "pipeline")
+            is_weekly = shift != 1 or parallelism != "pipeline"
             if (parallelism, task) != INSTALLED:
                 yield pytest.param(parallelism, task, next(names), marks=[pytest.mark.weekly] if is_weekly else [])
 

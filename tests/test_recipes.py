@@ -77,7 +77,7 @@ def arguments(recipe: str, project: Path) -> list[str]:
 
 
 # The slowest of them.
-WEEKLY = ("contrastive", "gan", "images", "stream", "transformers")
+WEEKLY = ("contrastive", "ema", "gan", "images", "stream", "table", "transformers")
 
 
 @pytest.mark.slow

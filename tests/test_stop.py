@@ -138,11 +138,13 @@ def test_ctrl_c_during_the_start_prints_no_traceback(baked: Bake, tmp_path: Path
         while interrupted.launcher.poll() is None:  # Between two programs, one signal may be lost.
             interrupted.signal_group(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                interrupted.launcher.wait(10)
+                interrupted.launcher.wait(3)
         lines = interrupted.wait()
         assert interrupted.launcher.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
-    # Ranks may have started meanwhile.
-    assert lines == ["ended by SIGINT, without saving"] or (moment != "ranks" and lines == [])
+    # On a busy machine, the start may be further than the moment that was waited for.
+    ended = r"(rank \d \(process \d+\) was )?ended by SIGINT(, without saving)?|stopped by SIGINT after .*"
+    assert lines == ["ended by SIGINT, without saving"] or moment != "ranks"
+    assert [line for line in lines if not re.fullmatch(ended, line) and "step" not in line] == []
     assert interrupted.temporary() == []
 
 

@@ -46,6 +46,9 @@ LAYOUTS: list[Layout] = [
 ]
 
 
+# Schedules that differ from another one in the order of the steps alone.
+WEEKLY = [layout for layout in LAYOUTS if layout[-1].endswith((" LoopedBFS", " InterleavedZeroBubble", " DualPipeV"))]
+
 # Per strategy: the layout whose checkpoint every strategy resumes. It has four ranks, or one for data_parallel.
 SAVING_LAYOUTS = {
     strategy: (task, strategy, nproc, settings)
@@ -85,7 +88,11 @@ def train_layout(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return train
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(map(str, layout)))
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[pytest.mark.weekly] if layout in WEEKLY else []) for layout in LAYOUTS],
+    ids=lambda layout: " ".join(map(str, layout)),
+)
 def test_a_layout_matches_one_process(
     train_layout: Callable[[Layout], Path], reference_runs: dict[str, Path], layout: Layout
 ) -> None:
