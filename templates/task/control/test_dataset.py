@@ -154,6 +154,8 @@ def test_the_actions_that_were_taken_are_repeated(monkeypatch: pytest.MonkeyPatc
     saved, restored = build(*WALK), build(*WALK)
     advance(saved, 0)
     state = saved.state_dict()
+    actions = state["environments"][0]["actions"].flatten().tolist()
+    assert actions == saved.environments.vector.envs[0].unwrapped.received
     for _ in range(2):  # Whatever the environment does to an action while it repeats it.
         restored.load_state_dict(state)
     received = [[each.unwrapped.received for each in run.environments.vector.envs] for run in (saved, restored)]
