@@ -34,8 +34,9 @@ while ((status != 0)); do
     "${train[@]}" --run.dir "$folder/killed" &
     launcher=$!
     if ((kills < ${KILLS:-5})); then
-        # A moment after some step, or during the start if the run has come further before.
-        moment=$((RANDOM % length))
+        # During the start, or after some step: early enough to leave steps for the kills that follow.
+        records="$(count_records killed)"
+        moment=$((RANDOM % (records + (length - records) / (${KILLS:-5} - kills) + 1)))
         while kill -0 "$launcher" 2>/dev/null && (($(count_records killed) < moment)); do sleep 0.05; done
         sleep "0.0$((RANDOM % 10))"
         # The launcher and its ranks: one of them, and the others have to notice; or all of them.
