@@ -677,4 +677,26 @@ TEMPLATE = {
     "all jobs of an array take the first line": Mutant(
         "templates/cluster/slurm/train.sbatch", '"${SLURM_ARRAY_TASK_ID}p"', "1p", "test_sweep.py::each_job_of_an_array"
     ),
+    # Nothing lost, nothing silent
+    "a file gets its name before it is on the disk": Mutant(
+        PACKAGE + "runtime/files.py", "            os.fsync(file.fileno())\n", "", "test_files.py::is_on_the_disk"
+    ),
+    "ranks wait for a save as long as for a step": Mutant(
+        PACKAGE + "train.py",
+        "runtime.timeout(self.config.checkpoint.timeout_seconds)",
+        "runtime.timeout(0)",
+        "test_train.py::ranks_wait_for_a_save",
+    ),
+    "all buffers are averaged": Mutant(
+        PACKAGE + "splitting/sums.py",
+        "isinstance(part, nn.modules.batchnorm._NormBase)",
+        "buffer.is_floating_point()",
+        "test_replicas.py::only_batch_norm",
+    ),
+    "a crafted shard is refused at length": Mutant(
+        PACKAGE + "checkpoint/sharded.py",
+        'f"{message}: {first_line(first)}"',
+        'f"{message}: {first}"',
+        "test_hostile.py::damaged_and_crafted and sharded",
+    ),
 }

@@ -6,7 +6,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -78,8 +78,13 @@ class Tracker:
         """Write a record (``event``, ``step`` and metrics) to all outputs."""
         if self.metrics is None or self.bar is None:
             return
-        with disk_errors(self.run_dir / "metrics.jsonl"):
-            self.metrics.write(format_record(record) + "\n")
+        try:
+            with disk_errors(self.run_dir / "metrics.jsonl"):
+                self.metrics.write(format_record(record) + "\n")
+        except OSError:
+            with suppress(OSError):
+                self.metrics.close()  # Later, it would try the same write again, and hide this error behind another.
+            raise
         #:: block log ::#
         #:: endblock ::#
         metrics = "  ".join(
