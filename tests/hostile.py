@@ -230,6 +230,7 @@ class Judge:
         register("counter", Count(), "rank")
         self.trainer.restore([])  # A fresh run, with an id.
         self.expected = [self.save(step) for step in (3, 6)]
+        self.weights = {name: tensor.clone() for name, tensor in self.trainer.parallel.module.state_dict().items()}
         self.folder = Path(self.trainer.config.run.dir) / "checkpoints"
         self.before, self.newest = sorted(self.folder.iterdir())
 
@@ -276,9 +277,13 @@ class Judge:
     def judge_reading(self, kind: str, where: str, damage: Damage) -> None:
         """Let what else reads a checkpoint read a damaged copy: ``evaluate``, and ``convert`` to each format."""
         target, module, config = self.damaged(damage), self.lab.module, self.lab.settings()
-        readers: dict[str, Callable[[], Any]] = {
-            "evaluate": lambda: module("evaluate").load_strategy(str(target), config, self.lab.process)
-        }
+
+        def evaluate() -> None:
+            _, strategy = module("evaluate").load_strategy(str(target), config, self.lab.process)
+            read = strategy.module.state_dict()
+            assert all(torch.equal(tensor, self.weights[name]) for name, tensor in read.items()), "other weights"
+
+        readers: dict[str, Callable[[], Any]] = {"evaluate": evaluate}
         for suffix in module("checkpoint.convert").OUTPUTS[self.newest.suffix]:
             readers[suffix] = partial(module("checkpoint.convert").convert, target, self.lab.folder / f"output{suffix}")
         for name, read in readers.items():
@@ -348,7 +353,7 @@ def judge_checkpoints(lab: Lab, form: str) -> Tally:
             judge.judge(*case)
     for case in [*choose(chosen, crafted(content, file), 600), *attacks(content, file, target)]:
         judge.judge(*case)
-    for case in [*choose(chosen, crafted(content, file), 100), *attacks(content, file, target)]:
+    for case in [*choose(chosen, crafted(content, file), 60), *attacks(content, file, target)]:
         judge.judge_reading(*case)
     if target.exists():
         judge.tally.wrong.append(f"{form}: code in a checkpoint was run")

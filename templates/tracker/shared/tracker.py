@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from ..config import UserError
 from ..runtime import disk_errors
 from .curves import draw_curves
 from .examples import Examples, write_examples
@@ -75,16 +76,16 @@ class Tracker:
             self.bar.update()
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record (``event``, ``step`` and metrics) to all outputs."""
+        """Write a record (``event``, ``step`` and metrics) to all outputs; raises UserError if the disk is full."""
         if self.metrics is None or self.bar is None:
             return
         try:
             with disk_errors(self.run_dir / "metrics.jsonl"):
                 self.metrics.write(format_record(record) + "\n")
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
                 self.metrics.close()  # Later, it would try the same write again, and hide this error behind another.
-            raise
+            raise UserError(str(error)) from None
         #:: block log ::#
         #:: endblock ::#
         metrics = "  ".join(

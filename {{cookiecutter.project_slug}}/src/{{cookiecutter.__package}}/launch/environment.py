@@ -198,7 +198,7 @@ def is_first_on_machine(env: Env = os.environ) -> bool:
     return next((env[name] for name in names if name in env), "0") == "0"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 

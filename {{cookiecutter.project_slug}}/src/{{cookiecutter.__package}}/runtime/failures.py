@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from ..config import UserError
 from ..launch import is_first_on_machine, print_error
-from .files import explain_full_disk
 from .memory import explain_out_of_memory
 
 PACKAGE_DIR = Path(__file__).parents[1]
@@ -48,7 +47,7 @@ class Report:
 def report_failures(describe_progress: Callable[[], str]) -> Iterator[None]:
     """Wrap what ranks do together: if one of them fails, another reports which one, and the progress of the run."""
     try:
-        with explain_dead_loader(describe_progress), explain_out_of_memory(describe_progress), explain_full_disk():
+        with explain_dead_loader(describe_progress), explain_out_of_memory(describe_progress):
             yield
     except Exception as error:
         if dist.get_world_size() > 1 and not hasattr(error, "__notes__"):

@@ -8,8 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..config import UserError
-
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Fill a temporary file with ``write``, flush it to the disk, and rename it to ``path``.
@@ -76,15 +74,4 @@ def disk_errors(path: Path) -> Iterator[None]:
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.errno is not None and cause.filename is None:
             raise OSError(cause.errno, cause.strerror, str(path)) from None
-        raise
-
-
-@contextmanager
-def explain_full_disk() -> Iterator[None]:
-    """Raise UserError if a disk is full or read-only, which the user has to change."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise UserError(str(error)) from None
         raise
