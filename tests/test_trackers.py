@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -157,6 +158,65 @@ def test_a_library_that_fails_or_hangs_costs_one_warning(bake: Bake, tmp_path: P
     assert ("was not done 3 s" in warnings[0]) == (fault == "hanging")
     log = (tmp_path / "run" / "tracker.log").read_text()
     assert "secret" not in stderr + log and (fault == "hanging" or "Traceback" in log)
+
+
+# A W&B that is online: it keeps what it gets in a file, and goes offline before the first picture arrives.
+ONLINE = """
+import json, os
+from pathlib import Path
+STATE = Path(os.environ["STATE"])
+
+class Error(Exception): pass
+
+def init(**options): return Run()
+
+def Settings(**options): pass
+
+def Image(path): return path
+
+class Run:
+    def __init__(self):
+        self.rows = json.loads(STATE.read_text()) if STATE.exists() else []
+        self.step, self.resumed = max([row for row, _ in self.rows], default=-1) + 1, STATE.exists()
+        self.config = type("Config", (), {"update": lambda *_, **options: None})
+        self.summary = {name: value for _, row in self.rows for name, value in row.items()}
+
+    def log(self, values, step):
+        if "curves" in values and "BROKEN" in os.environ:
+            raise Error("the line is down")
+        self.rows.append((step, values))
+        STATE.write_text(json.dumps(self.rows))
+
+    def save(self, *_, **options): pass
+
+    def finish(self, exit_code): pass
+"""
+
+
+def test_a_resumed_run_online_gets_what_it_lacks_and_nothing_twice(bake: Bake, tmp_path: Path) -> None:
+    """The program that sends, alone."""
+    folder, state = tmp_path / "run", tmp_path / "state"
+    folder.mkdir()
+    (tmp_path / "wandb.py").write_text(ONLINE)
+    (folder / "config.yaml").write_text("run: {seed: 0}\n")
+    (folder / "provenance.json").write_text('{"run_id": "a"}\n')
+    (folder / "curves.png").touch()
+    program = bake(tracker="wandb") / "src/my_experiment/reporting/follow.py"
+    environment = {"WANDB_MODE": "online", "STATE": str(state), "PYTHONPATH": str(tmp_path)}
+
+    def send(steps: int, **more: str) -> list[tuple[int, float | str]]:
+        """Send the first ``steps`` records; return the rows that W&B then has, with their losses or pictures."""
+        lines = [json.dumps({"event": "train", "step": step, "loss": step}) for step in range(steps)]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        words = (sys.executable, "-P", program, folder)
+        variables = os.environ | environment | more
+        subprocess.run(words, input="finished", env=variables, capture_output=True, text=True, timeout=60)
+        return [(row, values.get("train/loss", "curves")) for row, values in json.loads(state.read_text())]
+
+    assert send(2, BROKEN="yes") == [(0, 0), (1, 1)]
+    assert send(2) == [(0, 0), (1, 1), (2, "curves")]
+    assert send(2) == [(0, 0), (1, 1), (2, "curves")]
+    assert send(4)[3:] == [(3, 2), (4, 3), (4, "curves")]
 
 
 # Notes the outcome, and takes a while.
