@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -77,6 +78,9 @@ def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tm
     last = killed + 20
     # Whatever is late is sent by the same command, which finds the run done.
     outputs = [launch(project, *words, "--train.max_steps", str(last)) for _ in range(2)]
+    if service == "wandb":
+        (upload,) = re.findall(r"to upload it: (\S+) sync (\S+)$", outputs[1].stderr, re.MULTILINE)
+        assert [(project / path).exists() for path in upload] == [True, True]
     assert f"step {last} of {last}" in outputs[1].stdout and "warning" not in outputs[1].stderr
     assert run_id(folder) == first_id
     # What ``evaluate`` may add: another split, and an earlier step at the end.
@@ -93,6 +97,7 @@ def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tm
         wanted = [(record["step"], pytest.approx(record["loss"])) for record in of_split]
         assert len(wanted) == (last if event == "train" else len({*range(50, last, 50), last}))
         assert points(tracked, f"{split}/loss") == wanted
+        print(f"{service}, killed after step {killed}: {len(wanted)} records of {event} written, and read back once")
     assert [loss for _, loss in points(tracked, "validation/loss") + points(tracked, "other/loss")] == [1.5, 1.5]
     names = {name for _, row in tracked["rows"] for name in row}
     assert service == "mlflow" or "curves/path" in names

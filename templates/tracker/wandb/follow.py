@@ -66,7 +66,8 @@ class Service:
         if self.run.resumed:  # With the settings that W&B had, which may have changed.
             self.run.config.update(self.config, allow_val_change=True)
         if mode == "offline":
-            say(f"wandb: recording offline; to upload the run: wandb sync {os.path.relpath(Path(self.run.dir).parent)}")
+            program, folder = Path(sys.executable).with_name("wandb"), Path(self.run.dir).parent
+            say(f"wandb: recording offline; to upload it: {os.path.relpath(program)} sync {os.path.relpath(folder)}")
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send the records that W&B does not have; it never changes a row before the last."""
