@@ -662,6 +662,24 @@ TEMPLATE = {
         "pass",
         "test_trackers.py::outcome_is_how",
     ),
+    "a record that W&B gets takes the place of another": Mutant(
+        "templates/tracker/wandb/follow.py",
+        "if row > self.row or split in self.splits:",
+        "if row > self.row:",
+        "test_trackers.py::a_resumed_run_online",
+    ),
+    "pictures that did not reach W&B are never sent": Mutant(
+        "templates/tracker/wandb/follow.py",
+        'if self.splits or "curves" not in self.known:',
+        "if self.splits:",
+        "test_trackers.py::a_resumed_run_online",
+    ),
+    "a stop signal to make ends only a shell": Mutant(
+        "{{cookiecutter.project_slug}}/Makefile",
+        "exec env PYTHON=",
+        "PYTHON=",
+        "test_install.py::a_stop_signal_to_make",
+    ),
     "an exercise shows a line that is no longer there": Mutant(
         "{{cookiecutter.project_slug}}/docs/exercises.md",
         "-        self.sampler.set_epoch(epoch, start=progress.samples)",
