@@ -179,11 +179,56 @@ PROJECT = {
     "actions are drawn alike in every collection": Mutant(
         SRC + "splitting/experience.py", '"action", number, rollout)', '"action", number, 0)', SPLIT, CONTROL
     ),
+    "every episode starts alike": Mutant(
+        SRC + "splitting/environments.py",
+        'derive_seed(self.seed, "reset", number, episode)',
+        'derive_seed(self.seed, "reset", number)',
+        SPLIT,
+        CONTROL,
+    ),
+    "a random number stands for no action": Mutant(
+        SRC + "splitting/policy.py",
+        "policy.probs.cumsum(dim=1)[:, :-1]",
+        "policy.probs.cumsum(dim=1)",
+        "test_dataset.py::each_number_stands",
+        CONTROL,
+    ),
     "advantages are normalized by each rank": Mutant(
         SRC + "splitting/experience.py",
         "(sum(sums) / self.batch_size)",
         "(self.sum_advantages() * self.policy.strategy.dp_size / self.batch_size)",
         SPLIT,
+        CONTROL,
+    ),
+    "an advantage has rewards of the next episode": Mutant(
+        SRC + "dataset.py",
+        "config.gae_lambda * ~done[:, step] * advantage",
+        "config.gae_lambda * advantage",
+        "test_dataset.py::gained_over_the_value",
+        CONTROL,
+    ),
+    "the last step is followed by the first": Mutant(
+        SRC + "splitting/experience.py",
+        "        is_asked[:, -1] = True\n",
+        "",
+        "test_dataset.py::cut_off_goes_on",
+        CONTROL,
+    ),
+    "the loss may be too high": Mutant(
+        SRC + "dataset.py", "-torch.minimum(ratio", "-torch.maximum(ratio", "test_dataset.py::the_loss_stops", CONTROL
+    ),
+    "the fraction that is clipped has one side": Mutant(
+        SRC + "dataset.py",
+        '"clip_fraction": ((ratio - 1).abs() > clip)',
+        '"clip_fraction": (ratio - 1 > clip)',
+        "test_dataset.py::the_loss_stops",
+        CONTROL,
+    ),
+    "records have the episodes of one rank": Mutant(
+        SRC + "splitting/experience.py",
+        "for share in episodes for number, ends in share.items()",
+        "for number, ends in episodes[0].items()",
+        "test_dataset.py::episodes_of_all_ranks",
         CONTROL,
     ),
     "an episode that is cut off ends": Mutant(
@@ -211,6 +256,13 @@ PROJECT = {
         "enumerate(valid.copy())",
         "enumerate(valid)",
         "test_dataset.py::were_taken_are_repeated",
+        CONTROL,
+    ),
+    "a resumed run collects its experience anew": Mutant(
+        SRC + "splitting/experience.py",
+        'self.rollout, self.environment_steps = state["rollout"], state["environment_steps"]',
+        'self.environment_steps = state["environment_steps"]',
+        "test_dataset.py::saved_is_restored",
         CONTROL,
     ),
     "a resumed environment may be another": Mutant(
@@ -253,6 +305,20 @@ PROJECT = {
         "self.film.add(vector, is_filmed and playing[0])",
         "self.film.add(vector, is_filmed and playing[0] and not (terminated | truncated)[0])",
         "test_dataset.py::whole_first_episode",
+        CONTROL,
+    ),
+    "an episode that has ended counts on": Mutant(
+        SRC + "evaluate.py",
+        "returns + rewards * playing",
+        "returns + rewards",
+        "test_evaluate.py::counts_every_sample_once",
+        CONTROL,
+    ),
+    "each rank writes the animation": Mutant(
+        SRC + "evaluate.py",
+        "on_main(lambda: self.film.save(Path(gif)))",
+        "self.film.save(Path(gif))",
+        "test_dataset.py::first_episode_is_filmed",
         CONTROL,
     ),
     "each rank plays every episode": Mutant(
