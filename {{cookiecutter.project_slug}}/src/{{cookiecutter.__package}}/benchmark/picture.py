@@ -28,7 +28,7 @@ def draw_step(axes: Any, records: list[dict[str, Any]]) -> None:
         axes.barh(names, widths, left=left, label=part.replace("_", " "), hatch=hatch)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set(xlabel="ms per step, mean over the ranks", ylabel="ranks", title="where the time of a step goes")
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
 
 
 def draw_averages(axes: Any, records: list[dict[str, Any]]) -> None:
