@@ -1,4 +1,4 @@
-"""Averaging a tensor over N ranks in two ways, beside what the slowest link between neighbors allows:
+"""Averaging a tensor over N ranks in two ways, compared with what the slowest link between neighbors allows:
 
 all-reduce          as a ring, each rank sends and receives 2(N-1)/N times the tensor's bytes
 parameter server    rank 0 gathers the tensors, and sends their mean to each rank: (N-1) times, twice

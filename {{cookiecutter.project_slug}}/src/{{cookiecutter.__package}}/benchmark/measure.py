@@ -1,4 +1,4 @@
-"""The order of the measurements, and what becomes of them. In the run directory, beside what a run leaves there:
+"""The order of the measurements, and what becomes of them. In the run directory, next to what a run leaves there:
 
 benchmark.json         one record per world size
 benchmark.png          all of them in one picture
@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..launch import lock
@@ -59,15 +60,16 @@ def benchmark(
     trainer = build_trainer()
     reset_peak_memory(process.device)
     steps = Steps(trainer)
-    record, own = measure_steps(steps, process, started, kept)
-    own["peak_memory_mib"] = round((memory_in_use(process.device, peak=True) - before) / 2**20, 1)
+    record, own = measure_steps(steps, process, started, before, kept)
     ranks: list[Any] = all_gather_object(own)
     #:: if cookiecutter.__has_stages ::#
     record["bubble_expected"] = round(expected_bubble(trainer.parallel), 4)
     record["bubble_measured"] = round(measured_bubble([rank["ms_per_step"] for rank in ranks]), 4)
     #:: endif ::#
     record |= rate_flops(build_model, steps, record["samples_per_second"])
-    record |= measure_collectives(process.device)
+    # gloo exchanges most kinds of messages only between CPUs.
+    on_cpu = trainer.config.distributed.backend == "gloo"
+    record |= measure_collectives(torch.device("cpu") if on_cpu else process.device)
     record["saves"] = measure_saves(trainer, run_dir / "benchmark.tmp", process)
     record["ranks"] = ranks
     on_main(lambda: report(record, run_dir, asdict(trainer.config), process))
@@ -80,9 +82,9 @@ def reserve(run_dir: Path) -> None:
 
 
 def measure_steps(
-    steps: Steps, process: Process, started: float, kept: Kept | None
+    steps: Steps, process: Process, started: float, before: int, kept: Kept | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the record of all ranks, and what this rank measured of its steps. A collective.
+    """Return the record of all ranks, and what this rank measured of its steps; it used ``before`` bytes before them.
 
     Throughput is measured first, without timing the parts of a step, because that has to wait for the device.
     """
@@ -106,6 +108,7 @@ def measure_steps(
         #:: endif ::#
         stopwatch.seconds["whole_step"] = stopwatch.time(lambda: steps.take(count))
         times = {name: 1000 * total / count for name, total in stopwatch.seconds.items()}
+        peak = memory_in_use(process.device, peak=True) - before  # A trace takes memory, too.
         exposed = measure_exposed(steps, process.device, kept)
     parts = take_out(exposed, times)
     record = {
@@ -120,7 +123,8 @@ def measure_steps(
         #:: endif ::#
         "first_step_seconds": round(max(all_gather_object(first_step)), 2),
     }
-    return record, {"ms_per_step": round_all(times), "parts_ms": round_all(parts)}
+    own = {"ms_per_step": round_all(times), "parts_ms": round_all(parts), "peak_memory_mib": round(peak / 2**20, 1)}
+    return record, own
 
 
 def round_all(times: dict[str, float]) -> dict[str, float]:

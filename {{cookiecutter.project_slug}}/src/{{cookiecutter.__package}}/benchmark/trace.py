@@ -7,6 +7,7 @@ exposed                 ===     =======     ====        what would be gained if 
 """
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Kept:
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         elif process.is_main:
             instead = "the traces have an event [memory] for each allocation instead"
-            print(f"only CUDA has memory snapshots, and this is {process.device.type}: {instead}", flush=True)
+            print(f"only CUDA has memory snapshots, and this is {process.device.type}: {instead}", file=sys.stderr)
 
     def write(self, profiler: Any) -> None:
         """Write what this rank keeps."""
