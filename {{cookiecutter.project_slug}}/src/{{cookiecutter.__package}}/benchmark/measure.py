@@ -118,8 +118,8 @@ def measure_steps(
         **trainer.pace.throughput(count, seconds),
         #:: if cookiecutter.__plays ::#
         "environment_steps_per_second": round(environment_steps / seconds, 1),
-        "collecting_share": round(times["collecting"] / times["whole_step"], 4),
-        "stepping_share": round(times["stepping"] / times["whole_step"], 4),
+        "collecting_share": round(times.get("collecting", 0.0) / times["whole_step"], 4),
+        "stepping_share": round(times.get("stepping", 0.0) / times["whole_step"], 4),
         #:: endif ::#
         "first_step_seconds": round(max(all_gather_object(first_step)), 2),
     }
