@@ -52,8 +52,11 @@ def measure_size(size: int, link: float, device: torch.device) -> dict[str, floa
 def average_at_server(tensor: Tensor, parts: list[Tensor] | None) -> None:
     """Replace each rank's tensor by the mean of all, by way of rank 0, which has ``parts`` to receive them in."""
     dist.gather(tensor, parts)
-    means = None if parts is None else [torch.stack(parts).mean(dim=0)] * len(parts)
-    dist.scatter(tensor, means)
+    if parts is not None:
+        for part in parts[1:]:
+            parts[0] += part
+        parts[0] /= len(parts)
+    dist.scatter(tensor, None if parts is None else parts[:1] * len(parts))
 
 
 def ring_bytes(size: int, world_size: int) -> float:
