@@ -499,6 +499,30 @@ def unscaled(strategy: str, loss: str) -> Mutant:
 
 # Caught by the template's own tests.
 TEMPLATE = {
+    "a message behind computation counts as exposed": Mutant(
+        PACKAGE + "benchmark/trace.py",
+        "exposed = subtract(union(messages), subtract(union(computing), union(waiting)))",
+        "exposed = union(messages)",
+        "test_benchmark.py::test_exposed_is_what",
+    ),
+    "backward is in forward as well": Mutant(
+        PACKAGE + "benchmark/steps.py",
+        'get("forward_backward", 0.0) - get("backward", 0.0)',
+        'get("forward_backward", 0.0)',
+        "test_benchmark.py::test_the_parts_sum_up",
+    ),
+    "the stall of a save has the time until it is written": Mutant(
+        PACKAGE + "benchmark/saving.py",
+        "    stall = time.perf_counter() - start\n    trainer.checkpointer.wait()\n",
+        "    trainer.checkpointer.wait()\n    stall = time.perf_counter() - start\n",
+        "test_benchmark.py::test_training_stands_still",
+    ),
+    "throughput of other settings is compared": Mutant(
+        PACKAGE + "benchmark/records.py",
+        '(old["settings"], old["device"]) == (new["settings"], new["device"])',
+        "True",
+        "test_benchmark.py::test_world_sizes_are_compared",
+    ),
     "a slug may be a module's name": Mutant(
         "cookiecutter.json", '"torch", ', "", "test_answers.py::test_no_slug_is_the_name"
     ),

@@ -221,7 +221,7 @@ CHANGED = {
         *package(
             "model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py", "splitting/sums.py"
         ),
-        *package("reporting/benchmark.py", "reporting/bubble.py"),
+        *package("benchmark/measure.py", "benchmark/table.py", "benchmark/bubble.py"),
         # How many processes are started.
         *("AGENTS.md", "Makefile", "Dockerfile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),
         *(".run/train_on_two_ranks.run.xml", "scripts/train.sbatch", "scripts/job.yaml", "scripts/trainjob.yaml"),
@@ -243,7 +243,7 @@ CHANGED = {
         *("tests/test_evaluate.py", "tests/test_experiment.py", "tests/test_training.py"),
         *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py", "launch/values.py"),
         *package("splitting/__init__.py", "splitting/environments.py", "splitting/experience.py"),
-        *package("splitting/policy.py", "reporting/benchmark.py", "reporting/curves.py"),
+        *package("splitting/policy.py", "benchmark/measure.py", "benchmark/steps.py", "reporting/curves.py"),
         *package("reporting/__init__.py", "reporting/pictures.py"),
     },
     "launcher": {
