@@ -450,7 +450,8 @@ def build_on_accelerator(lab: Lab, *words: str) -> Any:
     """Build the strategy with tensors that have no values, in the place of those of an accelerator."""
     process = replace(lab.process, device=torch.device("meta"))
     loss_fn = lab.module("dataset").loss_fn
-    return lab.module("parallel").Parallel(lab.whole_model(*words), loss_fn, lab.settings(*words), process)
+    build = partial(lab.whole_model, *words)
+    return lab.module("parallel").Parallel(build, loss_fn, lab.settings(*words), process)
 
 
 @shows("parallel.reshard_after_forward")
