@@ -489,6 +489,7 @@ PROJECT = {
 PACKAGE = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 STRATEGIES = "templates/parallelism/"
 EFFECTS = "test_effects.py::each_setting_acts and "
+START = "test_start.py::part_and_one_block and "
 
 
 def unscaled(strategy: str, loss: str) -> Mutant:
@@ -720,6 +721,28 @@ TEMPLATE = {
         "if number < len(pieces) else",
         "if False else",
         EFFECTS + "model_parallel",
+    ),
+    # Memory
+    "blocks are sharded when all are built": Mutant(
+        PACKAGE + "splitting/blocks.py", "        _place_fn(block)\n", "        pass\n", START + "fsdp-4"
+    ),
+    "pipeline: blocks of other ranks are kept": Mutant(
+        STRATEGIES + "pipeline/parallel.py",
+        'if self.holds(next(numbers)) else "meta")',
+        "if self.holds(next(numbers)) or True else self.device)",
+        START + "pipeline-4",
+    ),
+    "an outline draws the weights of the model": Mutant(
+        STRATEGIES + "shared/sequence.py",
+        'with restored_generators(), torch.device("meta"), placing',
+        "with placing",
+        START + "pipeline-4",
+    ),
+    "what is loaded stays in memory": Mutant(
+        PACKAGE + "checkpoint/state_dict.py",
+        "        whole = buffer[: sizes[name]].view(dtype).view(shape)\n",
+        "        whole = torch.empty(shape, dtype=dtype, device=device)\n        outline.append(whole)\n",
+        START + "fsdp-4",
     ),
     # Trackers
     "a branch of a run has its identity": Mutant(

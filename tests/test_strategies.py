@@ -198,11 +198,13 @@ from my_experiment.model import build_model
 from my_experiment.parallel import Parallel
 from my_experiment.runtime import process_group
 config = Config()
-with process_group(config.distributed, devices_per_rank=1) as process:
+def build():
     model = build_model(config.model)
     for parameter in model.stem.parameters():
         parameter.requires_grad_(False)
-    module = Parallel(model, loss_fn, config, process).module
+    return model
+with process_group(config.distributed, devices_per_rank=1) as process:
+    module = Parallel(build, loss_fn, config, process).module
     print(*(name for name, parameter in module.named_parameters() if not parameter.requires_grad))
     del module
 """
