@@ -70,7 +70,7 @@ def prepare_blocks(
 ) -> None:
     """Set up each block for ``train.activation_checkpointing`` and ``train.compile``; parameter names do not change.
 
-    ``place_fn`` may wrap the forward of a block: what is compiled stays inside, and what runs again in backward outside.
+    ``place_fn`` may wrap the forward of a block: what it wraps is compiled, and backward runs the whole again.
 
     Rejects blocks that are inside of others, and lists of modules, which are not called.
     """
