@@ -546,7 +546,7 @@ def blocks_per_device(lab: Lab, *words: str) -> list[int]:
     names = mock.patch.object(lab.module("parallel"), "list_devices", list_distinct_devices, create=True)
     with names:
         blocks = list(lab.trainer(*words).parallel.module.children())
-    if hasattr(lab.module("parallel"), "place_blocks"):
+    if hasattr(lab.module("parallel"), "move_block"):
         moved_to = [hook.args[0].index for block in blocks for hook in block._forward_pre_hooks.values()]
         return [moved_to.count(index) for index in sorted(set(moved_to))]
     return lab.module("runtime").all_gather_object(len(blocks))

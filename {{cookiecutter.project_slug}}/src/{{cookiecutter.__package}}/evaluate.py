@@ -21,7 +21,6 @@ from .splitting import STEPS_PER_MESSAGE, Metrics, Policy, derive_seed, merge, t
 from .strategy import Strategy
 #:: else ::#
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str
     config.model = saved_section(header["config"], "model")
     config.model.check()
     check_layout(config.parallel, config.model, config.train, process.world_size)
-    parallel = Parallel(partial(build_model, config.model), dataset.loss_fn, config, process)
+    parallel = Parallel(lambda: build_model(config.model), dataset.loss_fn, config, process)
     load_model(Path(path), header, state, parallel.module, parallel.device)
     return header, parallel
 #:: if cookiecutter.__plays ::#
