@@ -478,6 +478,39 @@ def replicas(lab: Lab) -> None:
     if hasattr(parallel, "fsdp"):  # Replicas average the gradients of a block once per step, not per micro-batch.
         once = sum(any(True for _ in part.parameters()) for part in [*lab.module("model").blocks(whole)])
         assert count_collectives(trainer, "all_reduce") <= once + 2
+    if hasattr(parallel, "buckets") or hasattr(parallel, "stages"):  # Sums gradients while backward runs.
+        started = count_started(trainer)
+        assert started and all(0 < count == total for count, total in started)
+
+
+def count_started(trainer: Any) -> list[tuple[int, int]]:
+    """Return how many buckets of gradients backward has started in a step, and how many there are; of each rank's."""
+    parallel = trainer.parallel
+    buckets = [parallel.buckets] if hasattr(parallel, "buckets") else [s.buckets for s in parallel.stages.values()]
+    found: list[tuple[Any, tuple[int, int]]] = []
+    start_rest = type(buckets[0]).start_rest
+
+    def note(own: Any) -> None:
+        if not any(own is other for other, _ in found):
+            found.append((own, (own.started, len(own.buckets))))
+        start_rest(own)
+
+    with mock.patch.object(type(buckets[0]), "start_rest", note):
+        take_steps(trainer)
+    return [counts for _, counts in found]
+
+
+@shows("parallel.shard_replicas")
+def shard_replicas(lab: Lab) -> None:
+    trainer = lab.trainer("--parallel.replicas", "2", "--parallel.shard_replicas", "true")
+    take_steps(trainer)
+    held = {name: local(tensor).numel() for name, tensor in trainer.checkpointer.state().items()}
+    whole = sum(parameter.numel() for parameter in lab.whole_model().parameters())
+    for part, copies in (("model.", 1), ("optimizer.", 2)):
+        size = sum(numel for name, numel in held.items() if name.startswith(part) and not name.endswith(".step"))
+        assert abs(size - copies * whole / 2) < whole / 100
+    names = {name for name, parameter in trainer.parallel.module.named_parameters()}
+    assert names == {name for name, parameter in lab.whole_model().named_parameters()}
 
 
 @shows("parallel.sequence_parallel")

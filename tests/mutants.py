@@ -441,14 +441,27 @@ PROJECT = {
     # Other strategies and tasks
     "fsdp: gradients are averaged": Mutant(SRC + "parallel.py", "loss * self.dp_size", "loss", SPLIT, FSDP),
     "tensor: replicas have their own gradients": Mutant(
-        SRC + "parallel.py", "if self.dp_size > 1:", "if False:", SPLIT, TENSOR
+        SRC + "parallel.py", "        self.buckets.wait()\n", "", SPLIT, TENSOR
     ),
     "pipeline: pipelines have their own gradients": Mutant(
         SRC + "parallel.py",
-        "        if self.dp_size > 1:  # Each",
-        "        if False:  # Each",
+        "stage.buckets.wait()",
+        "pass",
         SPLIT,
         PIPELINE,
+    ),
+    "pipeline: gradients are sent before they are complete": Mutant(
+        SRC + "splitting/stages.py", "is_last_backward = last_backward", "is_last_backward = True", SPLIT, PIPELINE
+    ),
+    "pipeline: sharded replicas average their gradients": Mutant(
+        SRC + "splitting/replication.py",
+        "    sharded.set_gradient_divide_factor(1.0)\n",
+        "",
+        SPLIT,
+        PIPELINE,
+    ),
+    "tensor: the norm is that of a shard": Mutant(
+        SRC + "parallel.py", "return norm.full_tensor()", "return norm.to_local()", SPLIT, TENSOR
     ),
     "pipeline: each stage clips for itself": Mutant(
         SRC + "parallel.py",

@@ -140,6 +140,16 @@ def test_a_rank_rejects_variables_of_a_launcher_that_cannot_work(
     [
         ({"parallelism": "fsdp"}, 4, "--parallel.replicas 3", "parallel.replicas", "[1, 2, 4]"),
         ({"parallelism": "fsdp"}, 2, "--model.norm batch --train.precision bf16", "model.norm", "train.precision fp32"),
+        *[
+            (
+                {"parallelism": name},
+                2,
+                "--parallel.shard_replicas true --model.norm batch --train.precision bf16",
+                "model.norm",
+                "train.precision fp32",
+            )
+            for name in ("pipeline", "tensor")
+        ],
         ({"parallelism": "pipeline"}, 4, "--parallel.replicas 3", "parallel.replicas", "[1, 2, 4]"),
         ({"parallelism": "pipeline"}, 9, "", "9 stages", "at most 8 rank(s)"),
         ({"parallelism": "pipeline"}, 4, "--train.microbatches 2", "train.microbatches", "give 4 or more"),

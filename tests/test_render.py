@@ -218,9 +218,8 @@ CHANGED = {
         *STRATEGY,
         # Micro-batches, how a block is sharded, what a split between blocks needs, and the pipeline's bubble.
         *EXPERIMENTS,
-        *package(
-            "model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py", "splitting/sums.py"
-        ),
+        *package("model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py"),
+        *package("splitting/replication.py"),
         *package("benchmark/measure.py", "benchmark/table.py", "benchmark/bubble.py"),
         # How many processes are started.
         *("AGENTS.md", "Makefile", "Dockerfile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),

@@ -37,9 +37,19 @@ LAYOUTS: list[Layout] = [
     ("digits", "fsdp", 2, "--parallel.cpu_offload true --train.activation_checkpointing true --data.num_workers 1"),
     ("digits", "model_parallel", 4, "--parallel.devices 3 --train.activation_checkpointing true"),
     ("language", "model_parallel", 2, "--parallel.split [3,5]"),
-    *[("digits", "pipeline", 4, f"--parallel.replicas 2 --parallel.schedule {schedule}") for schedule in SCHEDULES],
+    *[
+        ("digits", "pipeline", 4, f"--parallel.replicas 2{shard} --parallel.schedule {schedule}")
+        for shard in (" --parallel.shard_replicas true", "")
+        for schedule in SCHEDULES
+    ],
     ("language", "pipeline", 4, "--parallel.schedule InterleavedZeroBubble --train.activation_checkpointing true"),
     ("digits", "pipeline", 2, "--parallel.split [3,5] --train.activation_checkpointing true"),
+    (
+        "digits",
+        "tensor",
+        4,
+        "--parallel.replicas 2 --parallel.shard_replicas true --train.activation_checkpointing true",
+    ),
     ("digits", "tensor", 4, "--train.activation_checkpointing true"),
     ("language", "tensor", 4, "--parallel.replicas 2 --parallel.sequence_parallel true"),
     ("digits", "data_parallel", 1, "--train.microbatches 2"),
@@ -48,7 +58,13 @@ LAYOUTS: list[Layout] = [
 
 # Schedules that differ from another one in the order of the steps alone.
 WEEKLY = [layout for layout in LAYOUTS if layout[-1].endswith((" LoopedBFS", " InterleavedZeroBubble", " DualPipeV"))]
+# The rendered project's own tests have ZBVZeroBubble with sharded replicas.
+WEEKLY += [
+    layout for layout in LAYOUTS if "shard_replicas" in layout[-1] and layout[-1].endswith(("1F1B", "ZBVZeroBubble"))
+]
 
+# Of strategies whose replicas can be sharded.
+TWO_DIMENSIONS = dict.fromkeys(("pipeline", "tensor"), "--parallel.replicas 2 --parallel.shard_replicas true".split())
 # Per strategy: the layout whose checkpoint every strategy resumes. It has four ranks, or one for data_parallel.
 SAVING_LAYOUTS = {
     strategy: (task, strategy, nproc, settings)
@@ -125,17 +141,18 @@ def test_every_strategy_resumes_the_checkpoint_of_one_process(
     baked: Bake, reference_runs: dict[str, Path], tmp_path: Path, parallelism: str
 ) -> None:
     checkpoint = reference_runs["digits"] / "checkpoints" / "step-00000003.pt"
-    arguments = ("--run.dir", tmp_path, "--checkpoint.resume", checkpoint)
-    launch(baked(parallelism=parallelism), "train", *SHORT, *arguments, nproc=world_size(parallelism))
+    layout = TWO_DIMENSIONS.get(parallelism, ())
+    arguments = (*layout, "--run.dir", tmp_path, "--checkpoint.resume", checkpoint)
+    launch(baked(parallelism=parallelism), "train", *SHORT, *arguments, nproc=4 if layout else world_size(parallelism))
     assert losses(tmp_path) == pytest.approx(losses(reference_runs["digits"])[3:], rel=TOLERANCE)
     assert_close_weights(weights(tmp_path), weights(reference_runs["digits"]))
 
 
 def test_a_run_resumes_from_sharded_checkpoints(baked: Bake, reference_losses: list[float], tmp_path: Path) -> None:
     sharded = ("--checkpoint.format", "sharded", "--run.dir", tmp_path)
-    segments = {"fsdp": (2, 1), "tensor": (4, 3), "pipeline": (2, 5), "data_parallel": (1, 6)}
+    segments = {"fsdp": (2, 1), "tensor": (4, 3), "pipeline": (4, 5), "data_parallel": (1, 6)}
     for parallelism, (nproc, steps) in segments.items():
-        arguments = (*SHORT, *sharded, "--train.max_steps", str(steps))
+        arguments = (*SHORT, *sharded, *TWO_DIMENSIONS.get(parallelism, ()), "--train.max_steps", str(steps))
         launch(baked(parallelism=parallelism), "train", *arguments, nproc=nproc)
     assert checkpoints(tmp_path)[-1] == "step-00000006.dcp"
     assert losses(tmp_path) == pytest.approx(reference_losses, rel=TOLERANCE)
@@ -241,23 +258,29 @@ def test_a_strategy_trains_with_batch_norm(baked: Bake, tmp_path: Path, parallel
     assert len(train_with(baked(parallelism=parallelism), tmp_path, settings, parallelism)) == 6
 
 
-# Per strategy: the file and the line before which a gradient of rank 1 overflows, and how to get that gradient.
+# Per strategy, and whether its replicas are sharded: the file and the line before which a gradient of rank 1 overflows,
+# and how to get that gradient.
 UNSCALE = "        self.scaler.unscale_(self.optimizer)  # Otherwise the scaled gradient would be clipped.\n"
+ENABLED = "        if scaler.is_enabled():\n"
 OVERFLOWS = {
-    "fsdp": ("train.py", UNSCALE, "gradient = next(self.parallel.module.parameters()).grad.to_local()"),
-    "tensor": ("parallel.py", "        if scaler.is_enabled():\n", "gradient = self.gradients()[-2].to_local()"),
-    "pipeline": ("parallel.py", "        if scaler.is_enabled():\n", "gradient = self.gradients()[0]"),
+    ("fsdp", False): ("train.py", UNSCALE, "gradient = next(self.parallel.module.parameters()).grad.to_local()"),
+    ("tensor", False): ("parallel.py", ENABLED, "gradient = self.gradients()[-2].to_local()"),
+    ("tensor", True): ("parallel.py", ENABLED, "gradient = self.gradients()[-2].to_local()"),
+    ("pipeline", False): ("parallel.py", ENABLED, "gradient = self.gradients()[0]"),
+    ("pipeline", True): ("parallel.py", ENABLED, "gradient = self.gradients()[0]"),
 }
 
 
-@pytest.mark.parametrize("parallelism", OVERFLOWS)
-def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(bake: Bake, tmp_path: Path, parallelism: str) -> None:
-    broken = bake(parallelism=parallelism)
-    name, line, gradient = OVERFLOWS[parallelism]
+@pytest.mark.parametrize(("parallelism", "is_sharded"), OVERFLOWS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(
+    bake: Bake, tmp_path: Path, parallelism: str, is_sharded: bool
+) -> None:
+    broken, layout = bake(parallelism=parallelism), TWO_DIMENSIONS[parallelism] if is_sharded else ()
+    name, line, gradient = OVERFLOWS[parallelism, is_sharded]
     fault = f"{gradient}\nif dist.get_rank() == 1 and not hasattr(self, 'planted'):\n"
     plant(broken, name, line, fault + "    self.planted = True\n    gradient.view(-1)[0] = torch.inf")
     arguments = "--train.max_steps 3 --train.precision fp16 --model.depth 1".split()
-    launch(broken, "train", *SHORT, *arguments, "--run.dir", tmp_path)
+    launch(broken, "train", *SHORT, *layout, *arguments, "--run.dir", tmp_path, nproc=4 if layout else 2)
     state = torch.load(tmp_path / "checkpoints" / "step-00000003.pt", weights_only=True)
     assert {float(entry["step"]) for entry in state["optimizer"].values()} == {2.0}
     assert state["scaler"]["scale"] == 2.0**15

@@ -52,8 +52,9 @@ RULED_OUT: Table = {
     r"|compiled",
     ("license", "none"): r"license ?[:=]|license-files|!LICENSE|toml LICENSE",
 }
-# model_parallel averages gradients with DDP, and data_parallel explains why DDP is better.
+# model_parallel averages gradients with DDP, data_parallel explains why DDP is better, and FSDP can shard replicas.
 ALLOWED = {("model_parallel", "ddp"), ("data_parallel", "ddp"), ("data_parallel", "model_parallel")}
+ALLOWED |= {("pipeline", "fsdp"), ("tensor", "fsdp")}
 
 
 def find_traces(file: File, owners: list[Project]) -> Iterator[str]:

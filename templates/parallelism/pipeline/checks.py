@@ -1,6 +1,10 @@
 def check_layout(layout: ParallelConfig, model: ModelConfig, train: TrainConfig, world_size: int) -> None:
     """Reject ranks, blocks and micro-batches that do not fit the stages and the schedule."""
     check_replicas(layout.replicas, world_size)
+    #:: if cookiecutter.__has_batch_norm ::#
+    if layout.shard_replicas:
+        check_batch_norm(model, train)
+    #:: endif ::#
     pipeline_size = world_size // layout.replicas
     check_stages(layout, model.count_blocks(), pipeline_size)
     check_schedule(layout, train, pipeline_size)
@@ -40,3 +44,8 @@ def check_schedule(layout: ParallelConfig, train: TrainConfig, pipeline_size: in
 
 
 #:: include "parallelism/shared/replicas.py" ::#
+#:: if cookiecutter.__has_batch_norm ::#
+
+
+#:: include "parallelism/shared/batch_norm.py" ::#
+#:: endif ::#

@@ -2,31 +2,35 @@
 
 While a stage works on one micro-batch, other stages work on others; the schedule is the order in which a rank runs the
 forwards and backwards. With several pipelines in parallel, each reads its share of the batch, and ranks with the same
-stages sum their gradients.
+stages sum their gradients; or each holds only a shard of these stages.
 """
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.utils._pytree import tree_leaves
 
 from .config import Config
-from .launch import collective_timeout
 from .runtime import Process
 from .splitting import (
+    ScheduledStage,
     Stage,
-    all_reduce_sum,
     assign_stages,
+    build_group_after_startup,
     build_outline,
+    build_schedule,
     build_stages,
+    reshard,
+    schedule_stages,
+    shard_replica,
     split_batch,
     split_into_stages,
+    to_local,
     trace_stages,
 )
 from .strategy import BuildFn, LossFn, Strategy
@@ -45,29 +49,36 @@ class Parallel(Strategy):
         dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
         super().__init__(loss_fn, config, process, dp_rank, dp_group)
         self.pipeline, self.pipeline_rank = mesh["pipeline"].get_group(), mesh.get_local_rank("pipeline")
+        self.group_after_startup = build_group_after_startup(mesh, config.distributed)
 
         # All stages, without their weights: they give the shapes of the stages' outputs.
         self.outline = split_into_stages(build_outline(build), self.config, shape[0])
         self.owners = assign_stages(len(self.outline), shape[0], self.config.schedule)
-        own = build_stages(build, self.outline, self.holds, config.train, self.device)
-        self.module = nn.Sequential(OrderedDict(block for blocks in own.values() for block in blocks.named_children()))
+        # Gathered once per step, for all micro-batches.
+        shard = partial(shard_replica, mesh=mesh["data"], dtype=self.dtype, reshard_after_forward=False)
+
+        def move(block: nn.Module) -> None:
+            block.to(self.device)
+            if self.config.shard_replicas:
+                shard(block)
+
+        own = build_stages(build, self.outline, self.holds, config.train, move)
+        self.module = nn.Sequential(OrderedDict(block for stage in own.values() for block in stage.named_children()))
         # Under bf16, stages send half the bytes; fp16 would overflow where one process adds in fp32.
         sent = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
         self.dtypes = [sent] * (len(self.outline) - 1) + [torch.float32]
-        self.stages = {index: Stage(blocks, self.autocast, self.dtypes[index]) for index, blocks in own.items()}
+        if self.config.shard_replicas:
+            self.autocast = partial(self.autocast, enabled=False)  # FSDP casts parameters and inputs.
+        self.stages = {i: Stage(blocks, self.autocast, self.dtypes[i], dp_group) for i, blocks in own.items()}
+        for stage in self.stages.values() if self.config.shard_replicas else ():
+            shard(stage)
 
         # Built for the shapes of a micro-batch; all ranks of a pipeline see the same ones.
         self.schedule: Any = None
         self.shapes: list[torch.Size] = []
-        self.scheduled_stages: list[PipelineStage] = []
+        self.scheduled_stages: list[ScheduledStage] = []
         # In the current step, the targets of the micro-batches and the factor that scales their losses.
         self.targets, self.loss_scale = list[Any](), torch.ones(())
-        self.group_after_startup = self.pipeline
-        if dist.get_backend(self.pipeline) == "gloo":
-            # gloo cannot change the timeout of point-to-point messages, so a second group has the shorter timeout.
-            # It is created now, while all ranks are known to be alive.
-            timeout = collective_timeout(config.distributed.timeout_seconds)
-            self.group_after_startup, _ = dist.new_subgroups_by_enumeration(mesh.mesh.T.tolist(), timeout)
 
     def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
         if self.schedule is not None:
@@ -81,8 +92,8 @@ class Parallel(Strategy):
         self.targets = split_batch(targets, self.microbatches)
         numbers = torch.arange(self.microbatches) if self.holds(-1) else None
         self.schedule.step(*stage_inputs, target=numbers, return_outputs=False)
-        if self.dp_size > 1:  # Each pipeline has its part of the mean.
-            all_reduce_sum(self.gradients(), self.dp_group)
+        for stage in self.stages.values():
+            stage.buckets.wait()  # Each pipeline has its part of the mean.
         if scaler.is_enabled():
             # If one stage overflows, all have to skip the step: its NaN reaches every rank through the norm.
             self.gradients()[0] += self.gradient_norm() * 0
@@ -104,6 +115,7 @@ class Parallel(Strategy):
                     sends.append(dist.isend(outputs[number].contiguous(), group=self.pipeline, group_dst=next_rank))
         for work in filter(None, sends):
             work.wait()
+        reshard(self.module)
         return torch.cat(list(outputs.values())) if self.holds(-1) else None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -117,15 +129,9 @@ class Parallel(Strategy):
 
     def build_schedule(self, microbatch: Any) -> Any:
         """Build the schedule for micro-batches of this shape, and the shapes that its stages receive and send."""
-        self.scheduled_stages = []
-        for index, (inputs, outputs) in enumerate(trace_stages(self.outline, self.dtypes, microbatch)):
-            if self.holds(index):
-                size, group = len(self.outline), self.pipeline
-                stage = PipelineStage(self.stages[index], index, size, self.device, inputs, outputs, group=group)
-                self.scheduled_stages.append(stage)
-        kind = get_schedule_class(self.config.schedule)
-        stages: Any = self.scheduled_stages[0] if issubclass(kind, PipelineScheduleSingle) else self.scheduled_stages
-        return kind(stages, self.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
+        shapes = list(trace_stages(self.outline, self.dtypes, microbatch))
+        self.scheduled_stages = schedule_stages(self.stages, shapes, self.device, self.pipeline)
+        return build_schedule(self.config.schedule, self.scheduled_stages, self.microbatches, self.scaled_loss)
 
     def scaled_loss(self, outputs: Tensor, number: Tensor) -> Tensor:
         """Return one micro-batch's part of the mean loss over the global batch, times the scaler's factor."""
@@ -136,13 +142,14 @@ class Parallel(Strategy):
         return self.losses.finish(self.module, dist.group.WORLD)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's stages."""
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
+        """Return the gradients of this rank's stages, or of its shards of them."""
+        return [to_local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, over all stages."""
         squared = nn.utils.get_total_norm(self.gradients()) ** 2
-        dist.all_reduce(squared, group=self.pipeline)
+        # If pipelines hold shards, these add up as the stages do.
+        dist.all_reduce(squared, group=dist.group.WORLD if self.config.shard_replicas else self.pipeline)
         return squared.sqrt()
 
     def receive(self, index: int, inputs: Any) -> Tensor:

@@ -6,25 +6,56 @@ stage      0     1     2     3                   rank 1: stages 1 and 3    rank 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from ..config import ParallelConfig, TrainConfig
+from ..config import DistributedConfig, ParallelConfig, TrainConfig
+from ..launch import collective_timeout
 from .blocks import build_by_block
 from .nested import to_device
+from .replication import GradientBuckets
 from .sequence import balance
 
 
-class Stage(nn.Module):
-    """Consecutive blocks that compute in ``train.precision`` and output ``dtype``."""
+class ScheduledStage(PipelineStage):
+    """A ``Stage`` in a schedule, which passes on what the schedule says to the stage's buckets of gradients.
 
-    def __init__(self, blocks: nn.Sequential, autocast: Callable[[], torch.autocast], dtype: torch.dtype) -> None:
+    A backward that is split in two completes no gradient by itself, so the buckets start after the last one; other
+    stages of the rank may still be at work then.
+    """
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """Run one backward: a whole one, or the part for inputs, or the one for weights."""
+        self.submod.buckets.is_last_backward = last_backward
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Start what is left, when the schedule has run all backwards of this stage."""
+        super().perform_reduce_grad(grad_scale_factor)
+        self.submod.buckets.start_rest()
+
+
+class Stage(nn.Module):
+    """Consecutive blocks that compute in ``train.precision``, output ``dtype``, and sum gradients over ``group``."""
+
+    def __init__(
+        self,
+        blocks: nn.Sequential,
+        autocast: Callable[[], torch.autocast],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+    ) -> None:
         super().__init__()
         self.blocks, self.autocast, self.dtype = blocks, autocast, dtype
+        self.buckets = GradientBuckets(self, group)
 
     def forward(self, x: Tensor) -> Tensor:
         with self.autocast():
@@ -44,23 +75,26 @@ def build_stages(
     outline: Sequence[nn.Sequential],
     holds: Callable[[int], bool],
     config: TrainConfig,
-    device: torch.device,
+    move: Callable[[nn.Module], object],
 ) -> dict[int, nn.Sequential]:
-    """Build the stages that this rank holds, on ``device``; the weights of any other block are dropped at once.
+    """Build the stages that this rank holds; the weights of any other block are dropped at once.
 
     Args:
         build: Builds the whole model.
         outline: All stages.
         holds: Whether this rank holds a stage, by its number.
         config: For ``prepare_blocks``.
-        device: Of this rank.
+        move: Moves a block of these stages to its device, when it is built.
     """
     numbers = (number for number, stage in enumerate(outline) for _ in stage)
 
-    def move(block: nn.Module) -> None:
-        block.to(device if holds(next(numbers)) else "meta")
+    def move_or_drop(block: nn.Module) -> None:
+        if holds(next(numbers)):
+            move(block)
+        else:
+            block.to("meta")
 
-    model, _ = build_by_block(build, nn.Module.children, config, move)
+    model, _ = build_by_block(build, nn.Module.children, config, move_or_drop)
     blocks = model.named_children()
     stages = [nn.Sequential(OrderedDict(islice(blocks, len(stage)))) for stage in outline]
     return {number: stage for number, stage in enumerate(stages) if holds(number)}
@@ -85,3 +119,34 @@ def assign_stages(stages: int, pipeline_size: int, schedule: str) -> list[int]:
     there = list(range(pipeline_size))
     laps = [there, there[::-1] if schedule in ("ZBVZeroBubble", "DualPipeV") else there]
     return [rank for lap in range(stages // pipeline_size) for rank in laps[lap % 2]]
+
+
+def build_group_after_startup(mesh: DeviceMesh, config: DistributedConfig) -> dist.ProcessGroup:
+    """Return this rank's pipeline of a mesh ("pipeline", "data"), whose waits end after the timeout of training.
+
+    gloo cannot change the timeout of point-to-point messages, so it needs another group, which is created at the start,
+    while all ranks are known to be alive.
+    """
+    group = mesh["pipeline"].get_group()
+    if dist.get_backend(group) == "gloo":
+        group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.T.tolist(), collective_timeout(config.timeout_seconds))
+    return group
+
+
+def schedule_stages(
+    stages: Mapping[int, Stage], shapes: Sequence[tuple[Any, Tensor]], device: torch.device, group: dist.ProcessGroup
+) -> list[ScheduledStage]:
+    """Return a rank's stages for a schedule; ``shapes`` are what ``trace_stages`` yields for a micro-batch."""
+    return [
+        ScheduledStage(stage, index, len(shapes), device, *shapes[index], group=group)
+        for index, stage in stages.items()
+    ]
+
+
+def build_schedule(
+    name: str, stages: Sequence[PipelineStage], microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """Build the schedule that runs a rank's ``stages`` for each micro-batch; it adds up gradients, without a mean."""
+    kind: Any = get_schedule_class(name)
+    own = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    return kind(own, microbatches, loss_fn=loss_fn, scale_grads=False)

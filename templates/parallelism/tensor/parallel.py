@@ -2,11 +2,13 @@
 
 A block's ``tensor_plan`` defines how to shard it; a block without one is replicated, and all ranks compute the same in
 it. The ranks of one group read the same samples. With several groups, each reads its share of the batch, and ranks with
-the same shards sum their gradients.
+the same shards sum their gradients; or each holds only a part of these shards.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map_only
@@ -21,10 +24,8 @@ from torch.utils._pytree import tree_map_only
 from .config import Config, UserError
 from .model import blocks
 from .runtime import Process, get_rng_state, set_rng_state
-from .splitting import all_reduce_sum, build_by_block, split_batch
+from .splitting import GradientBuckets, build_by_block, shard_replica, split_batch
 from .strategy import BuildFn, LossFn, Strategy
-
-Replicated = tuple[nn.Module, str, Any]
 
 
 class Parallel(Strategy):
@@ -39,24 +40,34 @@ class Parallel(Strategy):
         dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
         super().__init__(loss_fn, config, process, dp_rank, dp_group)
         self.group, self.is_first = mesh["tensor"].get_group(), mesh.get_local_rank("tensor") == 0
-        self.replicated: list[Replicated] = []
 
         def parallelize(block: nn.Module) -> None:
-            self.replicated += parallelize_block(block.to(self.device), mesh["tensor"], layout.sequence_parallel)
+            parallelize_block(block.to(self.device), mesh["tensor"], layout.sequence_parallel)
+            if layout.shard_replicas:
+                shard_replica(block, mesh["data"], self.dtype)
 
         # Each block, when it is built, so that the whole model is never on the device, nor on the CPU.
-        self.module, _ = build_by_block(build, blocks, config.train, parallelize)
+        self.module, parts = build_by_block(build, lambda model: blocks(model) or [model], config.train, parallelize)
         check_plan(self.module)
-        parallelize(self.module)
+        if self.module not in parts:
+            parallelize(self.module)
+        if isinstance(last := parts[-1], FSDPModule):
+            # Its backward follows its forward at once, so its weights stay.
+            last.set_reshard_after_forward(False, recurse=False)
+        if layout.shard_replicas:
+            self.autocast = partial(self.autocast, enabled=False)  # FSDP casts parameters and inputs.
+            silence_warnings()
+        self.buckets = GradientBuckets(self.module, dp_group)
 
     def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):
-            with self.local_parameters():
-                with self.autocast():
-                    loss = self.add_loss(self.module(some_inputs), some_targets)
-                scaler.scale(loss).backward()
-        if self.dp_size > 1:  # Each group has its part of the mean.
-            all_reduce_sum([gradient.to_local() for gradient in self.gradients()], self.dp_group)
+        pieces = split_batch((inputs, targets), self.microbatches)
+        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+            with self.autocast():
+                loss = self.add_loss(self.module(some_inputs), some_targets)
+            # Gradients accumulate on each rank; the last backward starts the all-reduces.
+            self.buckets.is_last_backward = number == len(pieces)
+            scaler.scale(loss).backward()
+        self.buckets.wait()
         if scaler.is_enabled():
             # If one shard overflows, all have to skip the step: its NaN reaches every rank through the norm.
             self.gradients()[0].to_local().add_(self.gradient_norm() * 0)
@@ -64,7 +75,7 @@ class Parallel(Strategy):
         return {name: loss * self.is_first for name, loss in self.finish_losses().items()}
 
     def predict(self, inputs: Any) -> Any:
-        with self.local_parameters(), self.autocast():
+        with self.autocast():
             outputs = self.module(inputs)
         # Also where they are dropped: PyTorch warns of messages that nobody waited for.
         outputs = tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.wait, outputs)
@@ -81,20 +92,6 @@ class Parallel(Strategy):
         dist.broadcast_object_list(state, group=self.group, group_src=0)
         set_rng_state(state[0], self.device)
 
-    @contextmanager
-    def local_parameters(self) -> Iterator[None]:
-        """Make modules compute on replicated parameters as plain tensors, as ``torch.func.functional_call`` would.
-
-        Backward has to run inside this context too, because activation checkpointing runs modules again.
-        """
-        for module, name, parameter in self.replicated:
-            module._parameters[name] = parameter.to_local()
-        try:
-            yield
-        finally:
-            for module, name, parameter in self.replicated:
-                module._parameters[name] = parameter
-
     def gradients(self) -> list[DTensor]:
         """Return the gradients of this rank's shards, and of replicated parameters."""
         return [p.grad for p in self.module.parameters() if isinstance(p.grad, DTensor)]
@@ -103,6 +100,16 @@ class Parallel(Strategy):
         """Return the norm of the whole model's gradient, over all shards."""
         norm: DTensor = nn.utils.get_total_norm(self.gradients())  # type: ignore[assignment]
         return norm.full_tensor()
+
+
+def silence_warnings() -> None:
+    """Ignore what PyTorch warns of when DTensors are sharded in two dimensions.
+
+    A block may return what is a view for DTensor, so no block should change its input in place; and two messages that
+    cannot be one are needed to gather a tensor, for a checkpoint, and to sum the norm.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def check_plan(model: nn.Module) -> None:
@@ -114,12 +121,8 @@ def check_plan(model: nn.Module) -> None:
         )
 
 
-def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> list[Replicated]:
-    """Shard modules of a block by their ``tensor_plan``; replicate the rest, so the optimizer sees only DTensors.
-
-    Returns:
-        The replicated parameters, which modules compute on as plain tensors.
-    """
+def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Shard modules of a block by their ``tensor_plan``; replicate the rest, so the optimizer sees only DTensors."""
     replicated = []
     for module in block.modules():
         plan: Any = getattr(module, "tensor_plan", None)
@@ -130,5 +133,26 @@ def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: boo
             if not isinstance(parameter, DTensor):
                 whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
-                replicated.append((module, name, module.get_parameter(name)))
-    return replicated
+                replicated.append((module, name))
+    if replicated:
+        compute_on_local(block, replicated)
+
+
+def compute_on_local(block: nn.Module, parameters: Sequence[tuple[nn.Module, str]]) -> None:
+    """Make a block compute on replicated parameters as plain tensors, as ``torch.func.functional_call`` would.
+
+    It does so wherever its forward runs, because activation checkpointing runs it again in backward.
+    """
+    forward = block.forward
+
+    def forward_on_local(*args: Any, **kwargs: Any) -> Any:
+        replicated: list[Any] = [module._parameters[name] for module, name in parameters]
+        for (module, name), parameter in zip(parameters, replicated, strict=True):
+            module._parameters[name] = parameter.to_local()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for (module, name), parameter in zip(parameters, replicated, strict=True):
+                module._parameters[name] = parameter
+
+    block.forward = forward_on_local

@@ -20,16 +20,29 @@ from .order import permuted
 #:: if cookiecutter.__plays ::#
 from .policy import Policy, read_outputs
 #:: endif ::#
+#:: if cookiecutter.__has_replicas ::#
+#:: if cookiecutter.__has_stages ::#
+from .replication import reshard, shard_replica, to_local
+#:: else ::#
+from .replication import GradientBuckets, shard_replica
+#:: endif ::#
+#:: endif ::#
 from .seeding import Key, SeededDataset
 #:: if cookiecutter.__cuts_blocks ::#
 from .sequence import balance, build_outline
 #:: endif ::#
 #:: if cookiecutter.__has_stages ::#
-from .stages import Stage, assign_stages, build_stages, split_into_stages, trace_stages
+from .stages import (
+    ScheduledStage,
+    Stage,
+    assign_stages,
+    build_group_after_startup,
+    build_schedule,
+    build_stages,
+    schedule_stages,
+    split_into_stages,
+    trace_stages,
+)
 #:: endif ::#
 from .streams import InStep, Stream
-#:: if cookiecutter.__has_stages or cookiecutter.__shards_layers ::#
-from .sums import all_reduce_sum, average_buffers
-#:: else ::#
 from .sums import average_buffers
-#:: endif ::#

@@ -54,22 +54,21 @@ def build_by_block(
     parts: list[nn.Module] = []
 
     def prepare_and_place(block: nn.Module) -> None:
-        prepare_blocks([block], config)
-        place_fn(block)
+        prepare_blocks([block], config, place_fn)
         parts.append(block)
 
     with placing(prepare_and_place):
         model = build()
     if not parts:
         parts += blocks(model)
-        prepare_blocks(parts or [model], config)
-        for block in parts:
-            place_fn(block)
+        prepare_blocks(parts or [model], config, place_fn if parts else lambda block: block)
     return model, parts
 
 
-def prepare_blocks(blocks: Iterable[nn.Module], config: TrainConfig) -> None:
+def prepare_blocks(blocks: Iterable[nn.Module], config: TrainConfig, place_fn: PlaceFn = lambda block: block) -> None:
     """Set up each block for ``train.activation_checkpointing`` and ``train.compile``; parameter names do not change.
+
+    ``place_fn`` may wrap the forward of a block: what it wraps is compiled, and backward runs the whole again.
 
     Rejects blocks that are inside of others, and lists of modules, which are not called.
     """
@@ -83,6 +82,7 @@ def prepare_blocks(blocks: Iterable[nn.Module], config: TrainConfig) -> None:
             )
         if config.compile:
             block.forward = torch.compile(block.forward)
+        place_fn(block)
         if config.activation_checkpointing:
             # Backward runs the block again, so only its input has to be kept.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
