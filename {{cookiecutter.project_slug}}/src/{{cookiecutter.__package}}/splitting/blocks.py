@@ -20,8 +20,8 @@ _place_fn: PlaceFn | None = None
 def place(block: Block) -> Block:
     """Return a block that was just built, after the strategy has moved, sharded or dropped its weights, in place.
 
-    If ``build_model`` calls this for each block, a rank holds at most its part of the model and one block. The block has
-    its initial values by then, and shares no parameter with another. Outside of a strategy, it stays as it is.
+    If ``build_model`` calls this for each block, a rank holds at most its part of the model and one block. The block
+    has its initial values by then, and shares no parameter with another. Outside of a strategy, it stays as it is.
     """
     if _place_fn is not None:
         _place_fn(block)
@@ -65,9 +65,7 @@ def build_by_block(
     return model, parts
 
 
-def prepare_blocks(
-    blocks: Iterable[nn.Module], config: TrainConfig, place_fn: PlaceFn = lambda block: block
-) -> None:
+def prepare_blocks(blocks: Iterable[nn.Module], config: TrainConfig, place_fn: PlaceFn = lambda block: block) -> None:
     """Set up each block for ``train.activation_checkpointing`` and ``train.compile``; parameter names do not change.
 
     ``place_fn`` may wrap the forward of a block: what it wraps is compiled, and backward runs the whole again.
