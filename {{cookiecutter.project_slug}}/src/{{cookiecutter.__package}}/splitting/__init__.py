@@ -20,12 +20,11 @@ from .order import permuted
 #:: if cookiecutter.__plays ::#
 from .policy import Policy, read_outputs
 #:: endif ::#
-#:: if cookiecutter.__has_replicas ::#
 #:: if cookiecutter.__has_stages ::#
 from .replication import reshard, shard_replica, to_local
-#:: else ::#
-from .replication import GradientBuckets, shard_replica
 #:: endif ::#
+#:: if cookiecutter.__shards_layers ::#
+from .replication import GradientBuckets, shard_replica
 #:: endif ::#
 from .seeding import Key, SeededDataset
 #:: if cookiecutter.__cuts_blocks ::#
