@@ -20,6 +20,7 @@ COMMANDS = {
     #:: endif ::#
     "doctor": Command("check machines, interconnect and disk before a long run", trains=True),
     "benchmark": Command("measure where the time of a training step goes", trains=True),
+    "plan": Command("simulate a step of --ranks N: memory, messages, time", options=launch.PLAN_OPTIONS, trains=True),
     "convert": Command(
         "write --checkpoint PATH in another format as --output PATH", ("checkpoint", "output"), has_settings=False
     ),
@@ -33,13 +34,15 @@ def main(argv: Sequence[str]) -> None:
         launch.end_with_launcher(info)
         command, settings, paths = launch.parse(argv, COMMANDS)
         launch.wait_for_debugger(info)
-        if command == "convert":
-            if info.rank == 0:  # One process is enough.
-                from .checkpoint import convert
-
-                convert(Path(paths["checkpoint"]), Path(paths["output"]))
+        if command in ("convert", "plan") and info.rank > 0:  # One process is enough.
             return
+        if command == "convert":
+            from .checkpoint import convert
+
+            return convert(Path(paths["checkpoint"]), Path(paths["output"]))
         config = Config(**settings)
+        if command == "plan":
+            sys.exit(run_plan(config, launch.read_plan_options(paths)))
         check(config, info.world_size, COMMANDS[command].trains)
         if command == "doctor":
             sys.exit(run_doctor(config))
@@ -109,6 +112,15 @@ def run_doctor(config: Config) -> int:
     return examine(Requirements(*paths, devices, config.data.num_workers, parameters, asdict(config)))
 
 
+def run_plan(config: Config, options: launch.PlanOptions) -> int:
+    """Run ``plan``, which simulates all ranks in this process; returns its exit code."""
+    check(config, options.ranks, trains=True)
+    from . import train
+    from .plan import Project, plan
+
+    return plan(Project(train, config, options), partial(check, trains=True))
+
+
 def preflight(argv: Sequence[str]) -> None:
     """Reject a command line that cannot work before any rank starts; ``scripts/launch.sh`` calls this first.
 
@@ -123,6 +135,11 @@ def preflight(argv: Sequence[str]) -> None:
             print(1, 60)
             return
         config = Config(**settings)
+        if command == "plan":
+            launch.check_debugger(world_size=1)
+            check(config, launch.read_plan_options(paths).ranks, trains=True)
+            print(1, 60)
+            return
         nproc = launch.count_ranks(config.parallel, config.distributed.device)
         world_size = nproc * launch.read_nodes().count
         launch.check_debugger(world_size)

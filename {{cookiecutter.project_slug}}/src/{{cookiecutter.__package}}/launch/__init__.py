@@ -6,6 +6,7 @@ and ties the process to its launcher. Importing it does not import PyTorch.
 It knows the settings (``config``), and nothing about the model, the data or the process group.
 """
 
+from .amounts import PLAN_OPTIONS, PlanOptions, read_plan_options
 from .arguments import Command, parse
 from .debugger import check_debugger, collective_timeout, wait_for_debugger
 from .environment import (

@@ -4,6 +4,9 @@ It receives records, file names and a trainer to measure or examine; it knows no
 """
 
 from .benchmark import benchmark
+#:: if cookiecutter.__has_stages ::#
+from .bubble import expected_bubble
+#:: endif ::#
 from .examples import Examples, collect_examples, write_examples
 #:: if cookiecutter.__generates ::#
 from .generate import continue_prompts, draw, generate

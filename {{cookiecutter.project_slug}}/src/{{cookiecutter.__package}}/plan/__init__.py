@@ -1,0 +1,14 @@
+"""``plan``: simulates a training step of any number of ranks in one process, before any machine is rented.
+
+    fakes, layout    a process group that sends nothing, tensors without values, and what the strategy needs to run on them
+    simulate         the project's own strategy and step as one rank; a ``Ledger`` records memory, messages, operations
+    roles            ranks that do the same are simulated once
+    estimate         how long a step takes, from the speed of devices and links
+    remedies         settings that fit, if these do not
+    report           the table and the JSON
+
+It receives the module ``train.py``, the settings and the options (``Project``), and knows no model and no data.
+"""
+
+from .report import plan
+from .simulate import Project

@@ -1,0 +1,47 @@
+"""Which ranks do the same in a step, so that one simulation stands for all of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .layout import host_kinds, mesh_shape, role
+from .messages import spans
+from .simulate import Figures, Project, Whole, describe, read_batch, simulate
+
+
+@dataclass(frozen=True)
+class Role:
+    """Ranks that do the same, in ascending order, and the figures of the first one."""
+
+    ranks: list[int]
+    figures: Figures
+
+
+def simulate_all(project: Project) -> tuple[Whole, list[Role]]:
+    """Simulate a step of each kind of rank, in the order of their first ranks."""
+    batch = read_batch(project)
+    whole = describe(project, batch)
+    alike: dict[Any, list[int]] = {}
+    for rank in range(project.options.ranks):
+        own_role = role(project.config.parallel, rank, project.options, whole.lengths)
+        alike.setdefault((own_role, *link_kinds(project, rank)), []).append(rank)
+    return whole, [Role(ranks, simulate(project, batch, whole, ranks[0])) for ranks in alike.values()]
+
+
+def link_kinds(project: Project, rank: int) -> Iterator[bool]:
+    """Yield for each dimension of the mesh whether the ranks that differ from ``rank`` in it are on several nodes."""
+    rows, columns = mesh_shape(project.config.parallel, project.options.ranks)
+    row, column = divmod(rank, columns)
+    yield spans((i * columns + column for i in range(rows)), project.options.ranks_per_node())
+    yield spans((row * columns + i for i in range(columns)), project.options.ranks_per_node())
+
+
+def device_peak(project: Project, role: Role) -> int:
+    """Return the bytes that a rank needs of its device at the peak."""
+    on_host = host_kinds(project.config.parallel)
+    return sum(size for kind, size in role.figures.memory.items() if kind not in on_host)
+
+
+def largest(project: Project, roles: list[Role]) -> int:
+    """Return the bytes that the rank with the most needs of its device."""
+    return max(device_peak(project, role) for role in roles)
