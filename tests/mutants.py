@@ -422,6 +422,7 @@ PROJECT = {
 
 PACKAGE = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 STRATEGIES = "templates/parallelism/"
+PLAN = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/plan/"
 EFFECTS = "test_effects.py::each_setting_acts and "
 
 
@@ -630,6 +631,34 @@ TEMPLATE = {
         "if number < len(pieces) else",
         "if False else",
         EFFECTS + "model_parallel",
+    ),
+    # What `plan` says
+    "plan: memory is not returned": Mutant(
+        PLAN + "ledger.py",
+        "        self.memory -= self.alive.pop(key).size\n",
+        "        self.alive.pop(key)\n",
+        "test_plan.py::real_ranks_take and ddp and language",
+    ),
+    "plan: gathered weights are not freed": Mutant(
+        PLAN + "ledger.py",
+        "                allocation = self.note(storage)\n",
+        "                allocation = self.alive[storage._cdata]\n",
+        "test_plan.py::real_ranks_take and fsdp and language",
+    ),
+    "plan: the messages of all steps are counted": Mutant(
+        PLAN + "simulate.py",
+        "            ledger.begin_step()\n",
+        "",
+        "test_plan.py::real_ranks_take and ddp and language",
+    ),
+    "plan: all stages are alike": Mutant(
+        STRATEGIES + "pipeline/plan.py",
+        "    return rank // layout.replicas, *",
+        "    return 0, *",
+        "test_plan.py::real_ranks_take and pipeline and language",
+    ),
+    "plan: what does not fit is no failure": Mutant(
+        PLAN + "report.py", 'return 0 if record["fits"] is not False else 1', "return 0", "test_plan.py::does_not_fit"
     ),
     # Trackers
     "a branch of a run has its identity": Mutant(

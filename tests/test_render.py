@@ -212,7 +212,9 @@ CHANGED = {
         *package(
             "model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py", "splitting/sums.py"
         ),
-        *package("reporting/benchmark.py", "reporting/bubble.py"),
+        *package("reporting/__init__.py", "reporting/benchmark.py", "reporting/bubble.py"),
+        # What a simulation has to know of the strategy.
+        *package("plan/layout.py"),
         # How many processes are started.
         *("AGENTS.md", "Makefile", "Dockerfile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),
         *(".run/train_on_two_ranks.run.xml", "scripts/train.sbatch", "scripts/job.yaml", "scripts/trainjob.yaml"),
@@ -235,7 +237,7 @@ CHANGED = {
         *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py", "launch/values.py"),
         *package("splitting/__init__.py", "splitting/environments.py", "splitting/experience.py"),
         *package("splitting/policy.py", "reporting/benchmark.py", "reporting/curves.py"),
-        *package("reporting/__init__.py", "reporting/pictures.py"),
+        *package("reporting/__init__.py", "reporting/pictures.py", "plan/report.py"),
     },
     "launcher": {
         *("README.md", "scripts/launch.sh", ".vscode/launch.json", ".run/train_on_two_ranks.run.xml"),

@@ -30,6 +30,11 @@ def host_kinds(layout: Any) -> Collection[str]:
     return ()
 
 
+def waiting(strategy: Any) -> float:
+    """Return the share of a step in which ranks wait for each other by design: none."""
+    return 0.0
+
+
 @contextmanager
 def simulated() -> Iterator[None]:
     """Let DDP compare no shapes between ranks: it would read what they have sent."""

@@ -34,6 +34,11 @@ def host_kinds(layout: Any) -> Collection[str]:
     return ("weights", "gradients", "optimizer") if layout.cpu_offload else ()
 
 
+def waiting(strategy: Any) -> float:
+    """Return the share of a step in which ranks wait for each other by design: none."""
+    return 0.0
+
+
 def simulated() -> AbstractContextManager[None]:
     """Return a context in which the strategy can be simulated: any."""
     return nullcontext()

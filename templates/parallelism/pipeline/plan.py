@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.pipelining import schedules
 
 from ..launch import PlanOptions
+from ..reporting import expected_bubble
 from .fakes import replaced
 from .messages import spans
 
@@ -24,12 +25,17 @@ def mesh_shape(layout: Any, ranks: int) -> tuple[int, int]:
 def role(layout: Any, rank: int, options: PlanOptions, lengths: Collection[int]) -> Any:
     """Return what distinguishes a rank from others: its place in the pipeline, and links to the next ones."""
     neighbors = (rank - layout.replicas, rank + layout.replicas)
-    return rank // layout.replicas, [spans({rank, neighbor}, options.ranks_per_node()) for neighbor in neighbors]
+    return rank // layout.replicas, *(spans({rank, neighbor}, options.ranks_per_node()) for neighbor in neighbors)
 
 
 def host_kinds(layout: Any) -> Collection[str]:
     """Return the kinds of memory that are the host's, not the device's: none."""
     return ()
+
+
+def waiting(strategy: Any) -> float:
+    """Return the share of a step in which ranks wait for each other: the bubble of the schedule."""
+    return expected_bubble(strategy)
 
 
 @contextmanager

@@ -130,16 +130,11 @@ def preflight(argv: Sequence[str]) -> None:
     try:
         if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
             raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
-        if command == "convert":
+        if command in ("convert", "plan"):
             launch.check_debugger(world_size=1)
             print(1, 60)
             return
         config = Config(**settings)
-        if command == "plan":
-            launch.check_debugger(world_size=1)
-            check(config, launch.read_plan_options(paths).ranks, trains=True)
-            print(1, 60)
-            return
         nproc = launch.count_ranks(config.parallel, config.distributed.device)
         world_size = nproc * launch.read_nodes().count
         launch.check_debugger(world_size)

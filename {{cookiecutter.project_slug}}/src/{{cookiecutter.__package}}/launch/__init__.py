@@ -32,6 +32,6 @@ from .run_directory import (
 )
 from .signals import STOP_SIGNALS
 #:: if cookiecutter.__plays ::#
-from .spaces import check_render, check_spaces, make_environment
+from .spaces import check_spaces, make_environment, take_environment
 #:: endif ::#
 from .values import check_values

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import UserError
 
@@ -44,7 +44,8 @@ def read_plan_options(given: Mapping[str, str]) -> PlanOptions:
     if "ranks" not in given:
         raise UserError("plan needs --ranks N, the number of ranks to plan for")
     counts = {name: read_count(name, given[name]) for name in ("ranks", "nodes") if name in given}
-    options = PlanOptions(**counts, **{name: read_amount(name, given[name]) for name in UNITS if name in given})
+    amounts = {name: read_amount(name, given[name]) for name in UNITS if name in given}
+    options = replace(PlanOptions(**counts), **amounts)  # type: ignore[arg-type]
     if options.ranks % options.nodes:
         raise UserError(f"--ranks {options.ranks} does not divide into --nodes {options.nodes}; give a multiple")
     return options

@@ -11,4 +11,5 @@ It receives the module ``train.py``, the settings and the options (``Project``),
 """
 
 from .report import plan
+from .roles import simulate_all
 from .simulate import Project

@@ -1,18 +1,15 @@
 """How long a step takes, from the speed of a device and the bandwidth of links.
 
-    computing    operations / speed{{ ', and the bubble' if cookiecutter.__has_stages else '' }}; kernels reach only a part of a device's peak, so give a measured speed
+    computing    operations / speed, and what ranks wait; a device reaches a part of its peak, so give a measured speed
     sending      the bytes that a rank sends / bandwidth, on links within a node and between nodes
 
 How far the two overlap depends on the machine, so the estimate is a range: the longer one alone, up to their sum.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..launch import PlanOptions
-#:: if cookiecutter.__has_stages ::#
-from ..reporting import expected_bubble
-#:: endif ::#
+from .layout import waiting
 from .messages import spans
 from .roles import Role
 
@@ -33,26 +30,15 @@ def missing_options(roles: list[Role], options: PlanOptions) -> list[str]:
     """Return the options without which no time can be estimated."""
     links = {link for role in roles for _, link in traffic(role, options)}
     needed = {"device_speed": True, "link_bandwidth": WITHIN in links, "node_bandwidth": BETWEEN in links}
-    return [f"--{name.replace('_', '-')}" for name, is_needed in needed.items() if is_needed and not vars(options)[name]]
+    missing = [name for name, is_needed in needed.items() if is_needed and not vars(options)[name]]
+    return [f"--{name.replace('_', '-')}" for name in missing]
 
 
 def estimate_seconds(role: Role, options: PlanOptions) -> Mapping[str, float]:
     """Return the seconds that a rank computes, those that it sends, and the least and the most for the whole step."""
     assert options.device_speed is not None
-    computing = role.figures.flops / options.device_speed
-    #:: if cookiecutter.__has_stages ::#
-    computing /= 1 - expected_bubble(role.figures.strategy)
-    #:: endif ::#
+    computing = role.figures.flops / options.device_speed / (1 - waiting(role.figures.strategy))
     sending = 0.0
     for (_, link), (_, _, sent) in traffic(role, options).items():
         sending += sent / ((options.node_bandwidth if link == BETWEEN else options.link_bandwidth) or 1)
     return {"computing": computing, "sending": sending, "least": max(computing, sending), "most": computing + sending}
-
-
-def bubble(roles: list[Role]) -> dict[str, Any]:
-    """Return the share of a step in which ranks wait for each other, where there is one."""
-    #:: if cookiecutter.__has_stages ::#
-    return {"bubble_expected": round(expected_bubble(roles[0].figures.strategy), 4)}
-    #:: else ::#
-    return {}
-    #:: endif ::#

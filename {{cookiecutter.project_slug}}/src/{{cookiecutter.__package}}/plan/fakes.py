@@ -1,7 +1,7 @@
 """What a simulated rank computes with: tensors without values, and a process group that sends nothing.
 
-    with fake_process_group(rank=3, world_size=64), FakeTensors():
-        ...                                                          what rank 3 of 64 ranks does
+fake_process_group(rank=3, world_size=64)    this process is rank 3 of 64, and what it sends goes nowhere
+FakeTensors()                                tensors have shapes and no values, so any model fits
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class FakeTensors(FakeTensorMode):
-    """Computes shapes instead of values; but numbers that code reads, such as the ranks of a mesh, are real.
+    """Computes shapes instead of values, in a ``with`` block; but numbers that PyTorch reads are real.
 
-    They begin with ``torch.arange``, and what is computed from real tensors alone is real as well.
+    These are what ``torch.arange`` returns, such as the ranks of a mesh, integers of 32 bits, in which PyTorch notes an
+    order, and what is computed from real tensors alone.
     """
 
     def __init__(self) -> None:
@@ -33,11 +34,12 @@ class FakeTensors(FakeTensorMode):
         return self  # A copied tensor belongs to the same simulation.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_integer = not tensors and (kwargs or {}).get("dtype") is torch.int32
-        if is_integer or func.overloadpacket is torch.ops.aten.arange or (tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)):
+        is_read = func.overloadpacket is torch.ops.aten.arange or kwargs.get("dtype") is torch.int32
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors) and (tensors or is_read):
             with _disable_current_modes():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         if func.namespace == "c10d":
             return complete(func, args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):
         if count := flop_registry.get(func.overloadpacket):
             self.flops += count(*args, **kwargs, out_val=outputs)
         for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":  # Which has no memory.
                 self.note(tensor.untyped_storage())
         return outputs
 

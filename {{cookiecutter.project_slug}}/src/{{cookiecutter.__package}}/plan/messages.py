@@ -95,4 +95,4 @@ def find_group(args: Sequence[Any]) -> dist.ProcessGroup:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
     name = next(argument for argument in reversed(args) if isinstance(argument, str))
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

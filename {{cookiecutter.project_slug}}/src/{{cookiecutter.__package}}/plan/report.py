@@ -7,11 +7,12 @@ rank(s)  peak        weights     gradients   optimizer   communication activatio
 import json
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from ..runtime import set_exact_arithmetic
-from .estimate import bubble, estimate_seconds, missing_options, traffic
-from .layout import OTHER_STRATEGY
+from .estimate import estimate_seconds, missing_options, traffic
+from .layout import OTHER_STRATEGY, waiting
 from .ledger import KINDS
 from .remedies import Change, find_remedy, fits
 from .roles import Role, device_peak, largest, simulate_all
@@ -31,8 +32,8 @@ def plan(project: Project, check: Callable[[Any, int], None]) -> int:
     set_exact_arithmetic(project.config.train.exact)
     project = project.change("train", compile=False)
     whole, roles = simulate_all(project)
-    print(describe_layout(project, whole, roles), format_memory(project, roles), format_traffic(project, roles), sep="\n\n")
-    print(f"\n{format_time(project, roles)}")
+    tables = format_memory(project, roles), format_traffic(project, roles)
+    print(describe_layout(project, whole, roles), *tables, format_time(project, roles), sep="\n\n")
     record = build_record(project, whole, roles)
     if not fits(project, roles):
         remedy, remedied = find_remedy(project, roles, check)
@@ -102,9 +103,13 @@ def format_time(project: Project, roles: list[Role]) -> str:
     if missing := missing_options(roles, project.options):
         return f"no time of a step without {', '.join(missing)}: doctor measures them"
     slowest = max((estimate_seconds(role, project.options) for role in roles), key=lambda each: each["most"])
-    computing, sending, least, most = (f"{1000 * slowest[name]:.4g}" for name in ("computing", "sending", "least", "most"))
-    waits = "".join(f", of which the bubble is {share:.1%}" for share in bubble(roles).values())
-    return f"a step takes {least} to {most} ms: {computing} ms to compute{waits}, {sending} ms to send, overlapping or not"
+    times = {name: f"{1000 * seconds:.4g} ms" for name, seconds in slowest.items()}
+    share = waiting(roles[0].figures.strategy)
+    waits = f" ({share:.1%} of it waiting for other ranks)" if share else ""
+    return (
+        f"a step takes {times['least']} to {times['most']}: {times['computing']} to compute{waits}, "
+        f"{times['sending']} to send, together or one after the other"
+    )
 
 
 def format_remedy(project: Project, remedy: list[Change], roles: list[Role]) -> str:
@@ -119,7 +124,7 @@ def format_remedy(project: Project, remedy: list[Change], roles: list[Role]) -> 
 
 def write_settings(remedy: list[Change]) -> str:
     """Return changes as arguments of a command line."""
-    return " ".join(f"--{section}.{setting} {value if isinstance(value, str) else json.dumps(value)}" for section, setting, value in remedy)
+    return " ".join(f"--{section}.{setting} {json.dumps(value)}".replace('"', "") for section, setting, value in remedy)
 
 
 def build_record(project: Project, whole: Whole, roles: list[Role]) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def build_record(project: Project, whole: Whole, roles: list[Role]) -> dict[str,
         "nodes": options.nodes,
         "parameters": whole.parameters,
         "fits": None if options.device_memory is None else fits(project, roles),
-        **bubble(roles),
+        "waiting_share": round(waiting(roles[0].figures.strategy), 4),
         "ranks": [
             {
                 "ranks": name_ranks(role.ranks),
@@ -153,8 +158,9 @@ def build_record(project: Project, whole: Whole, roles: list[Role]) -> dict[str,
 
 def name_ranks(ranks: list[int]) -> str:
     """Return ascending numbers as ranges with steps: ``0-7``, ``0-6:2``, ``0,3,4``."""
-    if len(ranks) > 1 and len(set(b - a for a, b in zip(ranks, ranks[1:], strict=False))) == 1:
-        step = ranks[1] - ranks[0]
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(steps) == 1:
+        (step,) = steps
         return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
     return ",".join(map(str, ranks))
 

@@ -1,5 +1,6 @@
 """A training step of one rank, simulated in this process: the project's own strategy and step, on fake tensors."""
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -130,6 +131,7 @@ def simulate(project: Project, batch: tuple[Any, Any], whole: Whole, rank: int) 
         rank=rank, world_size=ranks, local_rank=rank % per_node, local_world_size=per_node, device=CPU, launcher="plan"
     )
     ledger = Ledger()
+    warnings.simplefilter("ignore")  # They are about tensors without values.
     with fake_process_group(rank, ranks), simulated(), FakeTensors(), ledger, ledger.watch_resizing():
         inputs, targets = to_fake(batch)
         trainer = Rehearsal(project, process)
