@@ -70,7 +70,7 @@ def test_what_does_not_fit_fails_and_gets_settings_that_do(baked: Bake) -> None:
 
 @pytest.mark.slow
 def test_links_and_times(baked: Bake) -> None:
-    """Eight ranks on two nodes, in two pipelines: each stage is simulated once, and its neighbor is on the same node or not."""
+    """Two pipelines on two nodes: each stage is simulated once, and its neighbors are on the same node or not."""
     words = "--ranks 8 --nodes 2 --parallel.replicas 2".split()
     said, record = plan(baked(parallelism="pipeline"), *words)
     assert [each["ranks"] for each in record["ranks"]] == ["0-1", "2-3", "4-5", "6-7"]

@@ -1,4 +1,11 @@
-"""What ``plan`` is asked about: ranks and nodes, and amounts with units, such as 80GB or 312TFLOP/s."""
+"""What ``plan`` is asked about: ranks, nodes, and what is known of them, in amounts with units.
+
+--ranks 64 --nodes 8           64 ranks, 8 on each node
+--device-memory 80GB           what a rank has; GiB and MiB are units, too
+--device-speed 300TFLOP/s      what a rank computes
+--link-bandwidth 200GB/s       what a rank sends to one on the same node
+--node-bandwidth 50GB/s        what a rank sends to another node
+"""
 
 import re
 from collections.abc import Mapping

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from .fakes import replaced
-from .messages import Message, read_message
+from .messages import Message, find_buffers, read_message
 
 KINDS = ("weights", "gradients", "optimizer", "communication", "activations")
 
@@ -58,9 +59,9 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # It then computes on the rank's part, which comes here.
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
-        if message := read_message(func, args, kwargs):
+        if message := read_message(func, args):
             self.messages.append(message)
-            self.classify(message.buffers, "communication")
+            self.classify(find_buffers(func, args), "communication")
         if count := flop_registry.get(func.overloadpacket):
             self.flops += count(*args, **kwargs, out_val=outputs)
         for tensor in tree_leaves(outputs):
@@ -110,11 +111,14 @@ class Ledger(TorchDispatchMode):
         return {kind: total[kind] for kind in KINDS}
 
     @contextmanager
-    def watch_resizing(self) -> Iterator[None]:
-        """Also count storages that change their size in a ``with`` block: weights that are gathered and freed."""
-        resize = torch.UntypedStorage.resize_
+    def watch(self) -> Iterator[None]:
+        """In a ``with`` block, count storages that change their size, such as weights that are gathered and freed.
 
-        def watched(storage: torch.UntypedStorage, size: int) -> Any:
+        Do not count what DTensor creates without values to find the shapes of results, as large as the whole model.
+        """
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             if storage._cdata in self.alive:
                 allocation = self.note(storage)
@@ -122,5 +126,12 @@ class Ledger(TorchDispatchMode):
                     allocation.kind = "communication"
             return result
 
-        with replaced(torch.UntypedStorage, "resize_", watched):
+        def propagate_unseen(*args: Any) -> Any:
+            with _disable_current_modes():
+                return propagate(*args)
+
+        with (
+            replaced(torch.UntypedStorage, "resize_", resize_and_note),
+            replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
+        ):
             yield

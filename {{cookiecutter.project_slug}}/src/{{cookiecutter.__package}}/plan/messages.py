@@ -41,13 +41,11 @@ class Message:
         name: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send`` or ``recv``.
         size: Bytes of the largest tensor that takes part.
         ranks: The ranks that take part, by their numbers in the run.
-        buffers: Tensors that exist for the message alone.
     """
 
     name: str
     size: int
     ranks: tuple[int, ...]
-    buffers: tuple[Tensor, ...]
 
     def sent(self) -> float:
         """Return the bytes that this rank sends, around a ring."""
@@ -55,26 +53,26 @@ class Message:
         return self.size * {"all_reduce": 2 * others, "broadcast": 1, "send": 1, "recv": 0}.get(self.name, others)
 
 
-def read_message(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Message | None:
+def read_message(func: Any, args: Sequence[Any]) -> Message | None:
     """Return the message that an operation is; None if it is another operation, or has no other rank."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        return None
-    name = NAMES.get(func.overloadpacket.__name__)
+    name = NAMES.get(func.overloadpacket.__name__) if func.namespace in ("c10d", "_c10d_functional") else None
     if name is None:
         return None
-    group, tensors = find_group(args), [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    ranks = tuple(dist.get_process_group_ranks(group))
-    size = total(args[0])
+    ranks, size = tuple(dist.get_process_group_ranks(find_group(args))), total(args[0])
     if func.namespace == "_c10d_functional":
-        size *= len(ranks) if name == "all_gather" else 1
-        tensors = []  # Their results are activations or gradients.
+        size *= len(ranks) if name == "all_gather" else 1  # What it gathers is its result.
     elif name in ("all_gather", "reduce_scatter"):
         size = max(size, total(args[1]))
-    elif name in ("send", "recv"):
-        # The other rank by its number in the group; this one is the other end.
+    elif name in ("send", "recv"):  # With the other rank's number in the group.
         ranks = tuple(sorted({ranks[args[2]], dist.get_rank()}))
-        tensors = [] if name == "send" else tensors
-    return Message(name, size, ranks, tuple(tensors)) if len(ranks) > 1 else None
+    return Message(name, size, ranks) if len(ranks) > 1 else None
+
+
+def find_buffers(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that exist for a message alone: not what is sent as it is, nor the results of DTensor's."""
+    if func.namespace != "c10d" or func.overloadpacket.__name__ == "send":
+        return []
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
 
 
 def spans(ranks: Iterable[int], ranks_per_node: int) -> bool:

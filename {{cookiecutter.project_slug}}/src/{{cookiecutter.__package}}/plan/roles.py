@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from ..config import UserError
 from .layout import host_kinds, mesh_shape, role
 from .messages import spans
 from .simulate import Figures, Project, Whole, describe, read_batch, simulate
@@ -18,22 +21,31 @@ class Role:
 
 
 def simulate_all(project: Project) -> tuple[Whole, list[Role]]:
-    """Simulate a step of each kind of rank, in the order of their first ranks."""
+    """Simulate a step of each kind of rank, in the order of their first ranks; rejects a model that reads values."""
     batch = read_batch(project)
-    whole = describe(project, batch)
+    try:
+        whole = describe(project, batch)
+        return whole, [Role(ranks, simulate(project, batch, whole, ranks[0])) for ranks in find_alike(project, whole)]
+    except DataDependentOutputException as error:
+        raise UserError(f"plan computes without values, but the model or its loss reads one ({error.func})") from error
+
+
+def find_alike(project: Project, whole: Whole) -> list[list[int]]:
+    """Return the ranks in groups of those that do the same."""
     alike: dict[Any, list[int]] = {}
     for rank in range(project.options.ranks):
         own_role = role(project.config.parallel, rank, project.options, whole.lengths)
         alike.setdefault((own_role, *link_kinds(project, rank)), []).append(rank)
-    return whole, [Role(ranks, simulate(project, batch, whole, ranks[0])) for ranks in alike.values()]
+    return list(alike.values())
 
 
 def link_kinds(project: Project, rank: int) -> Iterator[bool]:
     """Yield for each dimension of the mesh whether the ranks that differ from ``rank`` in it are on several nodes."""
     rows, columns = mesh_shape(project.config.parallel, project.options.ranks)
     row, column = divmod(rank, columns)
-    yield spans((i * columns + column for i in range(rows)), project.options.ranks_per_node())
-    yield spans((row * columns + i for i in range(columns)), project.options.ranks_per_node())
+    # Nodes are numbered as ranks are, so the first and the last rank tell.
+    yield spans((column, (rows - 1) * columns + column), project.options.ranks_per_node())
+    yield spans((row * columns, (row + 1) * columns - 1), project.options.ranks_per_node())
 
 
 def device_peak(project: Project, role: Role) -> int:

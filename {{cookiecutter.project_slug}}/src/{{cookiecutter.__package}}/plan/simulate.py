@@ -132,7 +132,7 @@ def simulate(project: Project, batch: tuple[Any, Any], whole: Whole, rank: int) 
     )
     ledger = Ledger()
     warnings.simplefilter("ignore")  # They are about tensors without values.
-    with fake_process_group(rank, ranks), simulated(), FakeTensors(), ledger, ledger.watch_resizing():
+    with fake_process_group(rank, ranks), simulated(), FakeTensors(), ledger, ledger.watch():
         inputs, targets = to_fake(batch)
         trainer = Rehearsal(project, process)
         module, losses = trainer.parallel.module, trainer.parallel.losses
