@@ -653,8 +653,8 @@ TEMPLATE = {
     ),
     "plan: all stages are alike": Mutant(
         STRATEGIES + "pipeline/plan.py",
-        "    return rank // layout.replicas, *",
-        "    return 0, *",
+        "        return rank // replicas, *",
+        "        return 0, *",
         "test_plan.py::real_ranks_take and pipeline and language",
     ),
     "plan: what does not fit is no failure": Mutant(

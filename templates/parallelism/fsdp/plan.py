@@ -1,44 +1,25 @@
-"""What ``plan`` has to know of FSDP2: which ranks are alike, and which settings take less memory."""
+"""What a simulation has to know of FSDP2: ranks do the same if their shards have the same size."""
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ..launch import PlanOptions
-
-# The strategy that also divides what a layer computes.
-OTHER_STRATEGY = "tensor"
-# Settings of the strategy that take less memory; the first ones cost least.
-THRIFTY: tuple[tuple[str, Any], ...] = (("reshard_after_forward", True), ("replicas", 1), ("cpu_offload", True))
+from .traits import Traits
 
 
-def mesh_shape(layout: Any, ranks: int) -> tuple[int, int]:
-    """Return the shape of the mesh of all ranks."""
-    return layout.replicas, ranks // layout.replicas
+class Layout(Traits):
+    """Ranks that hold a shard of each block."""
 
+    thrifty = (("reshard_after_forward", True), ("replicas", 1), ("cpu_offload", True))
+    other_strategy = "tensor"
 
-def role(layout: Any, rank: int, options: PlanOptions, lengths: Collection[int]) -> Any:
-    """Return what distinguishes a rank from others: how many rows its shards have, of tensors of these lengths."""
-    size = options.ranks // layout.replicas
-    return tuple(count_rows(length, size, rank % size) for length in lengths)
+    def mesh_shape(self) -> tuple[int, int]:
+        return self.layout.replicas, self.options.ranks // self.layout.replicas
 
+    def role(self, rank: int, lengths: Collection[int]) -> Any:
+        """Return how many rows a rank's shards have: the last ones may be smaller, as those of ``torch.chunk``."""
+        _, size = self.mesh_shape()
+        sizes = [(length, -(-length // size)) for length in lengths]
+        return tuple(min(max(length - rank % size * rows, 0), rows) for length, rows in sizes)
 
-def count_rows(length: int, size: int, index: int) -> int:
-    """Return the rows of a shard; the last ones may be smaller, or empty, as those of ``torch.chunk``."""
-    rows = -(-length // size)
-    return min(max(length - index * rows, 0), rows)
-
-
-def host_kinds(layout: Any) -> Collection[str]:
-    """Return the kinds of memory that are the host's, not the device's."""
-    return ("weights", "gradients", "optimizer") if layout.cpu_offload else ()
-
-
-def waiting(strategy: Any) -> float:
-    """Return the share of a step in which ranks wait for each other by design: none."""
-    return 0.0
-
-
-def simulated() -> AbstractContextManager[None]:
-    """Return a context in which the strategy can be simulated: any."""
-    return nullcontext()
+    def host_kinds(self) -> Collection[str]:
+        return ("weights", "gradients", "optimizer") if self.layout.cpu_offload else ()

@@ -1,45 +1,25 @@
-"""What ``plan`` has to know of model parallelism: which ranks are alike, and which settings take less memory.
+"""What a simulation has to know of model parallelism: all ranks do the same, and each has several devices."""
 
-A rank's devices are simulated as one, so its memory is that of all of them together.
-"""
-
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch.nn.parallel import distributed
 
-from ..launch import PlanOptions
 from .fakes import replaced
-
-# The strategy that shards what this one replicates.
-OTHER_STRATEGY = "pipeline"
-# Settings of the strategy that take less memory; the first ones cost least.
-THRIFTY: tuple[tuple[str, Any], ...] = ()
+from .traits import Traits
 
 
-def mesh_shape(layout: Any, ranks: int) -> tuple[int, int]:
-    """Return the shape of the mesh of all ranks."""
-    return 1, ranks
+class Layout(Traits):
+    """Ranks that hold the whole model, each on several devices, which are simulated as one."""
 
+    other_strategy = "pipeline"
+    note = "a rank's devices are simulated as one, which has the memory of all; how even the split is, is not known"
 
-def role(layout: Any, rank: int, options: PlanOptions, lengths: Collection[int]) -> Any:
-    """Return what distinguishes a rank from others: nothing, because all hold the whole model."""
-    return 0
+    def rank_memory(self, device_memory: float) -> float:
+        return device_memory * self.layout.devices
 
-
-def host_kinds(layout: Any) -> Collection[str]:
-    """Return the kinds of memory that are the host's, not the device's: none."""
-    return ()
-
-
-def waiting(strategy: Any) -> float:
-    """Return the share of a step in which ranks wait for each other by design: none."""
-    return 0.0
-
-
-@contextmanager
-def simulated() -> Iterator[None]:
-    """Let DDP compare no shapes between ranks: it would read what they have sent."""
-    with replaced(distributed, "_verify_param_shape_across_processes", lambda *_: None):
-        yield
+    @contextmanager
+    def simulated(self) -> Iterator[None]:
+        """Let DDP compare no shapes between ranks: it would read what they have sent."""
+        with replaced(distributed, "_verify_param_shape_across_processes", lambda *_: None):
+            yield

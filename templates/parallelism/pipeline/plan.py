@@ -1,4 +1,4 @@
-"""What ``plan`` has to know of pipeline parallelism: which ranks are alike, and which settings take less memory."""
+"""What a simulation has to know of pipeline parallelism: ranks do the same if they have the same stages and links."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -6,45 +6,36 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from ..launch import PlanOptions
 from ..reporting import expected_bubble
 from .fakes import replaced
 from .messages import spans
-
-# The strategy that shards the memory of each layer.
-OTHER_STRATEGY = "fsdp"
-# Settings of the strategy that take less memory; the first ones cost least.
-THRIFTY: tuple[tuple[str, Any], ...] = (("schedule", "1F1B"), ("replicas", 1))
+from .traits import Traits
 
 
-def mesh_shape(layout: Any, ranks: int) -> tuple[int, int]:
-    """Return the shape of the mesh of all ranks."""
-    return ranks // layout.replicas, layout.replicas
+class Layout(Traits):
+    """Ranks that hold some stages."""
 
+    thrifty = (("schedule", "1F1B"), ("replicas", 1))
 
-def role(layout: Any, rank: int, options: PlanOptions, lengths: Collection[int]) -> Any:
-    """Return what distinguishes a rank from others: its place in the pipeline, and links to the next ones."""
-    neighbors = (rank - layout.replicas, rank + layout.replicas)
-    return rank // layout.replicas, *(spans({rank, neighbor}, options.ranks_per_node()) for neighbor in neighbors)
+    def mesh_shape(self) -> tuple[int, int]:
+        return self.options.ranks // self.layout.replicas, self.layout.replicas
 
+    def role(self, rank: int, lengths: Collection[int]) -> Any:
+        """Return a rank's place in its pipeline, and whether its neighbors are on another node."""
+        replicas, per_node = self.layout.replicas, self.options.ranks_per_node()
+        return rank // replicas, *(spans((rank, other), per_node) for other in (rank - replicas, rank + replicas))
 
-def host_kinds(layout: Any) -> Collection[str]:
-    """Return the kinds of memory that are the host's, not the device's: none."""
-    return ()
+    def waiting(self, strategy: Any) -> float:
+        """Return the bubble of the schedule."""
+        return expected_bubble(strategy)
 
+    @contextmanager
+    def simulated(self) -> Iterator[None]:
+        """Let stages not ask their neighbors for the shapes of messages: they are given, so the answer is known."""
 
-def waiting(strategy: Any) -> float:
-    """Return the share of a step in which ranks wait for each other: the bubble of the schedule."""
-    return expected_bubble(strategy)
+        def skip_votes(_: Any, stages: Any, *__: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = schedules.InferenceMode.STATIC
 
-
-@contextmanager
-def simulated() -> Iterator[None]:
-    """Let stages not ask their neighbors for the shapes of messages: they are given, so the answer is known."""
-
-    def skip_votes(_: Any, stages: Any, *__: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = schedules.InferenceMode.STATIC
-
-    with replaced(schedules._PipelineSchedule, "_warmup_p2p", skip_votes):
-        yield
+        with replaced(schedules._PipelineSchedule, "_warmup_p2p", skip_votes):
+            yield

@@ -1,6 +1,7 @@
 """``plan``: simulates a training step of any number of ranks in one process, before any machine is rented.
 
-    fakes, layout    a process group that sends nothing, tensors without values, and what the strategy needs to run on them
+    fakes            a process group that sends nothing, and tensors without values
+    layout           what a simulation has to know of the strategy, beside what ``traits`` says of any
     simulate         the project's own strategy and step as one rank; a ``Ledger`` records memory, messages, operations
     roles            ranks that do the same are simulated once
     estimate         how long a step takes, from the speed of devices and links

@@ -9,9 +9,9 @@ How far the two overlap depends on the machine, so the estimate is a range: the 
 from collections.abc import Mapping
 
 from ..launch import PlanOptions
-from .layout import waiting
 from .messages import spans
 from .roles import Role
+from .simulate import Project
 
 WITHIN, BETWEEN = "within a node", "between nodes"
 
@@ -34,10 +34,11 @@ def missing_options(roles: list[Role], options: PlanOptions) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in missing]
 
 
-def estimate_seconds(role: Role, options: PlanOptions) -> Mapping[str, float]:
+def estimate_seconds(project: Project, role: Role) -> Mapping[str, float]:
     """Return the seconds that a rank computes, those that it sends, and the least and the most for the whole step."""
+    options, waiting = project.options, project.layout.waiting(role.figures.strategy)
     assert options.device_speed is not None
-    computing = role.figures.flops / options.device_speed / (1 - waiting(role.figures.strategy))
+    computing = role.figures.flops / options.device_speed / (1 - waiting)
     sending = 0.0
     for (_, link), (_, _, sent) in traffic(role, options).items():
         sending += sent / ((options.node_bandwidth if link == BETWEEN else options.link_bandwidth) or 1)

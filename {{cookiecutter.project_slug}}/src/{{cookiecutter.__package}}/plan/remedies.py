@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..config import UserError
-from .layout import THRIFTY
 from .roles import Role, largest, simulate_all
 from .simulate import Project
 
@@ -19,7 +18,7 @@ def changes(project: Project) -> Iterator[Change]:
         microbatches = min(2 * microbatches, share)
         if microbatches > config.train.microbatches:
             yield "train", "microbatches", microbatches
-    yield from (("parallel", setting, value) for setting, value in THRIFTY)
+    yield from (("parallel", setting, value) for setting, value in project.layout.thrifty)
     yield "train", "activation_checkpointing", True
     yield "train", "precision", "bf16"
 
@@ -55,4 +54,4 @@ def find_remedy(
 def fits(project: Project, roles: list[Role]) -> bool:
     """Return whether every rank has enough memory; True if it is not known how much it has."""
     memory = project.options.device_memory
-    return memory is None or largest(project, roles) <= memory
+    return memory is None or largest(project, roles) <= project.layout.rank_memory(memory)

@@ -12,13 +12,10 @@ from typing import Any
 
 from ..runtime import set_exact_arithmetic
 from .estimate import estimate_seconds, missing_options, traffic
-from .layout import OTHER_STRATEGY, waiting
 from .ledger import KINDS
 from .remedies import Change, find_remedy, fits
 from .roles import Role, device_peak, largest, simulate_all
 from .simulate import Project, Whole
-
-CHANGE_STRATEGY = f"cruft update --variables-to-update '{json.dumps({'parallelism': OTHER_STRATEGY})}'"
 
 
 def plan(project: Project, check: Callable[[Any, int], None]) -> int:
@@ -56,6 +53,7 @@ def describe_layout(project: Project, whole: Whole, roles: list[Role]) -> str:
         f"{options.ranks} rank(s) on {options.nodes} node(s); {whole.parameters:,} parameters; {batch} samples a step: "
         f"{batch // shares} in each of {shares} share(s), in {microbatches} micro-batch(es)",
         f"{len(roles)} rank(s) simulated, without values; the ranks of a row do the same",
+        *filter(None, [project.layout.note]),
     ]
     #:: if cookiecutter.__plays ::#
     lines.append("collecting experience is not simulated; a step trains on a batch of it")
@@ -82,9 +80,9 @@ def judge(project: Project, roles: list[Role]) -> str:
     """Return whether the largest rank fits, in words."""
     memory, needed = project.options.device_memory, largest(project, roles)
     if memory is None:
-        return f"a device needs {format_bytes(needed)}, and what its driver takes; --device-memory says whether it fits"
-    verdict = "fits" if needed <= memory else "does not fit"
-    return f"{verdict}: a device needs {format_bytes(needed)} of {format_bytes(memory)}, and what its driver takes"
+        return f"a rank needs {format_bytes(needed)}, and what its driver takes; --device-memory says whether it fits"
+    verdict, available = "fits" if fits(project, roles) else "does not fit", project.layout.rank_memory(memory)
+    return f"{verdict}: a rank needs {format_bytes(needed)} of {format_bytes(available)}, and what its driver takes"
 
 
 def format_traffic(project: Project, roles: list[Role]) -> str:
@@ -102,9 +100,9 @@ def format_time(project: Project, roles: list[Role]) -> str:
     """Format the estimated time of a step, or what is missing for it."""
     if missing := missing_options(roles, project.options):
         return f"no time of a step without {', '.join(missing)}: doctor measures them"
-    slowest = max((estimate_seconds(role, project.options) for role in roles), key=lambda each: each["most"])
+    slowest = max((estimate_seconds(project, role) for role in roles), key=lambda each: each["most"])
     times = {name: f"{1000 * seconds:.4g} ms" for name, seconds in slowest.items()}
-    share = waiting(roles[0].figures.strategy)
+    share = project.layout.waiting(roles[0].figures.strategy)
     waits = f" ({share:.1%} of it waiting for other ranks)" if share else ""
     return (
         f"a step takes {times['least']} to {times['most']}: {times['computing']} to compute{waits}, "
@@ -119,7 +117,8 @@ def format_remedy(project: Project, remedy: list[Change], roles: list[Role]) -> 
     if fits(project, roles):
         return f"this fits, in {needed}: {settings}"
     found = f"at best {needed}, with {settings}" if settings else f"none needs less than {needed}"
-    return f"no settings of this strategy fit ({found}); try more ranks, or another strategy: {CHANGE_STRATEGY}"
+    change = f"cruft update --variables-to-update '{json.dumps({'parallelism': project.layout.other_strategy})}'"
+    return f"no settings of this strategy fit ({found}); try more ranks, or another strategy: {change}"
 
 
 def write_settings(remedy: list[Change]) -> str:
@@ -137,7 +136,7 @@ def build_record(project: Project, whole: Whole, roles: list[Role]) -> dict[str,
         "nodes": options.nodes,
         "parameters": whole.parameters,
         "fits": None if options.device_memory is None else fits(project, roles),
-        "waiting_share": round(waiting(roles[0].figures.strategy), 4),
+        "waiting_share": round(project.layout.waiting(roles[0].figures.strategy), 4),
         "ranks": [
             {
                 "ranks": name_ranks(role.ranks),
@@ -149,7 +148,7 @@ def build_record(project: Project, whole: Whole, roles: list[Role]) -> dict[str,
                     {"collective": name, "link": link, "messages": count, "bytes": size, "sent_bytes": round(sent)}
                     for (name, link), (count, size, sent) in sorted(traffic(role, options).items())
                 ],
-                **({"seconds": estimate_seconds(role, options)} if known else {}),
+                **({"seconds": estimate_seconds(project, role)} if known else {}),
             }
             for role in roles
         ],

@@ -7,7 +7,6 @@ from typing import Any
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ..config import UserError
-from .layout import host_kinds, mesh_shape, role
 from .messages import spans
 from .simulate import Figures, Project, Whole, describe, read_batch, simulate
 
@@ -34,14 +33,14 @@ def find_alike(project: Project, whole: Whole) -> list[list[int]]:
     """Return the ranks in groups of those that do the same."""
     alike: dict[Any, list[int]] = {}
     for rank in range(project.options.ranks):
-        own_role = role(project.config.parallel, rank, project.options, whole.lengths)
-        alike.setdefault((own_role, *link_kinds(project, rank)), []).append(rank)
+        role = project.layout.role(rank, whole.lengths)
+        alike.setdefault((role, *link_kinds(project, rank)), []).append(rank)
     return list(alike.values())
 
 
 def link_kinds(project: Project, rank: int) -> Iterator[bool]:
     """Yield for each dimension of the mesh whether the ranks that differ from ``rank`` in it are on several nodes."""
-    rows, columns = mesh_shape(project.config.parallel, project.options.ranks)
+    rows, columns = project.layout.mesh_shape()
     row, column = divmod(rank, columns)
     # Nodes are numbered as ranks are, so the first and the last rank tell.
     yield spans((column, (rows - 1) * columns + column), project.options.ranks_per_node())
@@ -50,7 +49,7 @@ def link_kinds(project: Project, rank: int) -> Iterator[bool]:
 
 def device_peak(project: Project, role: Role) -> int:
     """Return the bytes that a rank needs of its device at the peak."""
-    on_host = host_kinds(project.config.parallel)
+    on_host = project.layout.host_kinds()
     return sum(size for kind, size in role.figures.memory.items() if kind not in on_host)
 
 

@@ -14,7 +14,7 @@ from ..launch import PlanOptions
 from ..runtime import Process
 from ..splitting import GlobalMean, split_batch
 from .fakes import FakeTensors, fake_process_group
-from .layout import simulated
+from .layout import Layout
 from .ledger import Ledger
 from .messages import Message
 
@@ -41,6 +41,11 @@ class Project:
         """Return the project with other settings in a section."""
         changed = replace(getattr(self.config, section), **values)
         return replace(self, config=replace(self.config, **{section: changed}))
+
+    @property
+    def layout(self) -> Layout:
+        """Return what a simulation has to know of the strategy."""
+        return Layout(self.config.parallel, self.options)
 
     def build_model(self) -> Any:
         """Build the whole model."""
@@ -132,7 +137,7 @@ def simulate(project: Project, batch: tuple[Any, Any], whole: Whole, rank: int) 
     )
     ledger = Ledger()
     warnings.simplefilter("ignore")  # They are about tensors without values.
-    with fake_process_group(rank, ranks), simulated(), FakeTensors(), ledger, ledger.watch():
+    with fake_process_group(rank, ranks), project.layout.simulated(), FakeTensors(), ledger, ledger.watch():
         inputs, targets = to_fake(batch)
         trainer = Rehearsal(project, process)
         module, losses = trainer.parallel.module, trainer.parallel.losses
