@@ -17,7 +17,7 @@ from conftest import CHOICES
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
-SUBCOMMANDS = ("train", "evaluate", "generate", "doctor", "benchmark", "convert")
+SUBCOMMANDS = ("train", "evaluate", "generate", "doctor", "benchmark", "plan", "convert")
 
 
 def covering_answers() -> Iterator[dict[str, Any]]:

@@ -501,6 +501,7 @@ PROJECT = {
 
 PACKAGE = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 STRATEGIES = "templates/parallelism/"
+PLAN = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/plan/"
 EFFECTS = "test_effects.py::each_setting_acts and "
 START = "test_start.py::part_and_one_block and "
 
@@ -741,8 +742,8 @@ TEMPLATE = {
     ),
     "pipeline: blocks of other ranks are kept": Mutant(
         STRATEGIES + "pipeline/stages.py",
-        'block.to(device if holds(next(numbers)) else "meta")',
-        "block.to(device)",
+        "        if holds(next(numbers)):\n",
+        "        if holds(next(numbers)) or True:\n",
         START + "pipeline-4",
     ),
     "an outline draws the weights of the model": Mutant(
@@ -756,6 +757,34 @@ TEMPLATE = {
         "        whole = buffer[: sizes[name]].view(dtype).view(shape)\n",
         "        whole = torch.empty(shape, dtype=dtype, device=device)\n        outline.append(whole)\n",
         START + "fsdp-4",
+    ),
+    # What `plan` says
+    "plan: memory is not returned": Mutant(
+        PLAN + "ledger.py",
+        "        self.memory -= self.alive.pop(key).size\n",
+        "        self.alive.pop(key)\n",
+        "test_plan.py::real_ranks_take and ddp and language",
+    ),
+    "plan: gathered weights are not freed": Mutant(
+        PLAN + "ledger.py",
+        "                allocation = self.note(storage)\n",
+        "                allocation = self.alive[storage._cdata]\n",
+        "test_plan.py::real_ranks_take and fsdp and language",
+    ),
+    "plan: the messages of all steps are counted": Mutant(
+        PLAN + "simulate.py",
+        "            ledger.begin_step()\n",
+        "",
+        "test_plan.py::real_ranks_take and ddp and language",
+    ),
+    "plan: all stages are alike": Mutant(
+        STRATEGIES + "pipeline/plan.py",
+        "        return rank // replicas, *",
+        "        return 0, *",
+        "test_plan.py::real_ranks_take and pipeline and language",
+    ),
+    "plan: what does not fit is no failure": Mutant(
+        PLAN + "report.py", 'return 0 if record["fits"] is not False else 1', "return 0", "test_plan.py::does_not_fit"
     ),
     # Trackers
     "a branch of a run has its identity": Mutant(

@@ -220,7 +220,9 @@ CHANGED = {
         *EXPERIMENTS,
         *package("model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py"),
         *package("splitting/replication.py"),
-        *package("benchmark/measure.py", "benchmark/table.py", "benchmark/bubble.py"),
+        *package("benchmark/__init__.py", "benchmark/measure.py", "benchmark/table.py", "benchmark/bubble.py"),
+        # What a simulation has to know of the strategy.
+        *package("plan/layout.py"),
         # How many processes are started.
         *("AGENTS.md", "Makefile", "Dockerfile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),
         *(".run/train_on_two_ranks.run.xml", "scripts/train.sbatch", "scripts/job.yaml", "scripts/trainjob.yaml"),
@@ -243,7 +245,7 @@ CHANGED = {
         *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py", "launch/values.py"),
         *package("splitting/__init__.py", "splitting/environments.py", "splitting/experience.py"),
         *package("splitting/policy.py", "benchmark/measure.py", "benchmark/steps.py", "reporting/curves.py"),
-        *package("reporting/__init__.py", "reporting/pictures.py"),
+        *package("reporting/__init__.py", "reporting/pictures.py", "plan/report.py"),
     },
     "launcher": {
         *("README.md", "scripts/launch.sh", ".vscode/launch.json", ".run/train_on_two_ranks.run.xml"),

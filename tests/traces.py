@@ -78,6 +78,8 @@ def is_searched(path: str, table: Table, question: str) -> bool:
         return False  # Recipes are about other data.
     if path == "docs/coming_from.md" and table is not RULED_OUT:
         return False  # It is about other tools, and about what strategies and launchers are called there.
+    if question == "parallelism" and path.endswith("plan/layout.py"):
+        return False  # It names another strategy, to change to if no settings of this one fit.
     if question == "launcher" and path.endswith("environment.py"):
         return False  # This file reads the variables of every launcher.
     return table is EVERYWHERE or is_prose(path)

@@ -93,8 +93,20 @@ class Experience:
             own = {name: take(self.own[name], steps).flatten(0, 1) for name in SAMPLE}
             mean, std = self.advantage_statistics[number, batch].float()
             own["advantage"] = (own["advantage"] - mean) / (std + 1e-8)
-            weights = {name: getattr(self.control, name) for name in ("clip", "value_weight", "entropy_weight")}
-            yield own.pop("observation"), own | weights
+            yield own.pop("observation"), own | self.loss_settings()
+
+    def loss_settings(self) -> dict[str, float]:
+        """Return the settings of the loss, which are the same for every sample."""
+        return {name: getattr(self.control, name) for name in ("clip", "value_weight", "entropy_weight")}
+
+    def blank_batch(self) -> tuple[Tensor, dict[str, Any]]:
+        """Return a batch of zeros with the shapes of any other, for which no environment takes a step."""
+        samples = len(self.numbers) * self.per_environment
+        observations = self.environments.observations.new_zeros(samples, self.environments.observations.shape[1])
+        shape = (samples,) if self.policy.is_discrete else (samples, self.policy.action_dims)
+        actions = torch.zeros(shape, dtype=torch.int64 if self.policy.is_discrete else torch.float32)
+        others = {name: torch.zeros(samples) for name in ("log_prob", "advantage", "return")}
+        return observations, {"action": actions, **others} | self.loss_settings()
 
     def order(self, epoch: int) -> Tensor:
         """Return an order of the steps for each of this rank's environments, of shape (environments, steps)."""

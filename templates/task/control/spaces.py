@@ -147,3 +147,19 @@ def check_sizes(sizes: dict[str, int], control: ControlConfig, model: ModelConfi
                 f"control.environment is {control.environment}, with {size} {value}, but the model has model.{size} "
                 f"{getattr(model, size)}; leave that out, or give the environment that the model was trained in"
             )
+
+
+def take_environment(path: str, saved: ControlConfig, control: ControlConfig) -> None:
+    """Set the environment to that of the checkpoint at ``path``, whose settings are ``saved``.
+
+    Rejects one of another package that only the checkpoint names: Gymnasium would import its module, and a checkpoint
+    must not choose what code is run.
+    """
+    is_own = ":" not in saved.environment or saved.environment.startswith(f"{__package__.partition('.')[0]}.")
+    if not is_own and saved.environment != control.environment:
+        raise UserError(
+            f"{path} was trained in {saved.environment}, whose module would be imported; if you trust it, add "
+            f"--control.environment {saved.environment}"
+        )
+    control.environment, control.max_episode_steps = saved.environment, saved.max_episode_steps
+    check_render(control)

@@ -354,16 +354,13 @@ def test_an_environment_that_does_not_fit_is_rejected(
 
 @pytest.mark.parametrize(("saved", "given"), [("antigravity:Reach-v0", "CartPole-v1"), ("Pendulum-v1", "CartPole-v1")])
 def test_a_checkpoint_names_the_environment_but_no_other_package(saved: str, given: str) -> None:
-    chosen, control = settings("--control.environment", given), {"environment": saved}
-    sections = {"control": control}
-    header = {"config": sections}
-    take_environment = module("evaluate").take_environment
+    chosen, other = config.ControlConfig(environment=given), config.ControlConfig(environment=saved)
     if ":" in saved:
         with pytest.raises(config.UserError, match=f"add --control.environment {saved}"):
-            take_environment("step.pt", header, chosen)
+            spaces.take_environment("step.pt", other, chosen)
     else:
-        take_environment("step.pt", header, chosen)
-        assert chosen.control.environment == saved
+        spaces.take_environment("step.pt", other, chosen)
+        assert chosen.environment == saved
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

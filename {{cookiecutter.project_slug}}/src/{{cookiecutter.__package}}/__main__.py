@@ -21,6 +21,7 @@ COMMANDS = {
     #:: endif ::#
     "doctor": Command("check machines, interconnect and disk before a long run", trains=True),
     "benchmark": Command("measure where the time of a training step goes", trains=True, flags=PROFILE),
+    "plan": Command("simulate a step of --ranks N: memory, messages, time", options=launch.PLAN_OPTIONS, trains=True),
     "convert": Command(
         "write --checkpoint PATH in another format as --output PATH", ("checkpoint", "output"), has_settings=False
     ),
@@ -34,13 +35,15 @@ def main(argv: Sequence[str]) -> None:
         launch.end_with_launcher(info)
         command, settings, options = launch.parse(argv, COMMANDS)
         launch.wait_for_debugger(info)
-        if command == "convert":
-            if info.rank == 0:  # One process is enough.
-                from .checkpoint import convert
-
-                convert(Path(options["checkpoint"]), Path(options["output"]))
+        if command in ("convert", "plan") and info.rank > 0:  # One process is enough.
             return
+        if command == "convert":
+            from .checkpoint import convert
+
+            return convert(Path(options["checkpoint"]), Path(options["output"]))
         config = Config(**settings)
+        if command == "plan":
+            sys.exit(run_plan(config, launch.read_plan_options(options)))
         check(config, info.world_size, COMMANDS[command].trains)
         if command == "doctor":
             sys.exit(run_doctor(config))
@@ -112,6 +115,15 @@ def run_doctor(config: Config) -> int:
     return examine(Requirements(*paths, devices, config.data.num_workers, parameters, asdict(config)))
 
 
+def run_plan(config: Config, options: launch.PlanOptions) -> int:
+    """Run ``plan``, which simulates all ranks in this process; returns its exit code."""
+    check(config, options.ranks, trains=True)
+    from . import train
+    from .plan import Project, plan
+
+    return plan(Project(train, config, options), partial(check, trains=True))
+
+
 def preflight(argv: Sequence[str]) -> None:
     """Reject a command line that cannot work before any rank starts; ``scripts/launch.sh`` calls this first.
 
@@ -121,7 +133,7 @@ def preflight(argv: Sequence[str]) -> None:
     try:
         if "checkpoint" in options and not Path(options["checkpoint"]).exists():
             raise UserError(f"--checkpoint is {options['checkpoint']}: no such file")
-        if command == "convert":
+        if command in ("convert", "plan"):
             launch.check_debugger(world_size=1)
             print(1, 60)
             return

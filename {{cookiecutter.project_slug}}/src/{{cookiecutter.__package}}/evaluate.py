@@ -11,8 +11,8 @@ from gymnasium.vector import SyncVectorEnv
 
 from . import dataset
 from .checkpoint import damage_on_any_rank, load_model, read_on_main, saved_section
-from .config import Config, DataConfig, UserError
-from .launch import check_layout, check_render, make_environment
+from .config import Config, DataConfig
+from .launch import check_layout, make_environment, take_environment
 from .model import build_model
 from .parallel import Parallel
 from .reporting import Film, append_record, collect_examples, write_examples
@@ -51,7 +51,7 @@ def evaluate(path: str, config: Config, process: Process) -> None:
     header, parallel = load_strategy(path, config, process)
     record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
     #:: if cookiecutter.__plays ::#
-    take_environment(path, header, config)
+    take_environment(path, saved_section(header["config"], "control"), config.control)
     with damage_on_any_rank(Path(path)):
         record["environment_steps"] = header["experience"]["environment_steps"]
     #:: endif ::#
@@ -77,21 +77,3 @@ def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str
     parallel = Parallel(lambda: build_model(config.model), dataset.loss_fn, config, process)
     load_model(Path(path), header, state, parallel.module, parallel.device)
     return header, parallel
-#:: if cookiecutter.__plays ::#
-
-
-def take_environment(path: str, header: dict[str, Any], config: Config) -> None:
-    """Set the environment to that of the checkpoint; reject one of another package that only the checkpoint names.
-
-    Gymnasium would import its module, and a checkpoint must not choose what code is run.
-    """
-    saved = saved_section(header["config"], "control")
-    is_own = ":" not in saved.environment or saved.environment.startswith(f"{__package__}.")
-    if not is_own and saved.environment != config.control.environment:
-        raise UserError(
-            f"{path} was trained in {saved.environment}, whose module would be imported; if you trust it, add "
-            f"--control.environment {saved.environment}"
-        )
-    config.control.environment, config.control.max_episode_steps = saved.environment, saved.max_episode_steps
-    check_render(config.control)
-#:: endif ::#

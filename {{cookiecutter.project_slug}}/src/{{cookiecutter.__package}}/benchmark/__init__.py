@@ -9,4 +9,7 @@ saving         how long a save takes, and how long training stands still
 It receives a trainer to measure, and knows no model, no data and no strategy.
 """
 
+#:: if cookiecutter.__has_stages ::#
+from .bubble import expected_bubble
+#:: endif ::#
 from .measure import benchmark

@@ -2,7 +2,7 @@
 
     1. each rank alone         checks its machine: system, connectivity, NCCL's variables
     2. all ranks at a store    exchange and compare their results; rank 0 prints the table
-    3. all ranks in a group    measure the interconnect between them; rank 0 prints the rest
+    3. all ranks in a group    measure how fast they compute and send; rank 0 prints the rest
 
 A store needs only an address and a port, so the ranks can exchange results even if no process group can be formed.
 """
@@ -23,6 +23,7 @@ from ..launch import is_first_on_machine
 from ..runtime import Process, choose_backend, find_process, process_group, rendezvous_arguments
 from . import connectivity, interconnect, nccl, system
 from .report import Requirements, Row, failed, format_count, format_table
+from .speed import measure_speed
 
 # Longest wait for other ranks, in seconds: a check should not wait as long as a run may.
 PATIENCE = 60.0
@@ -134,7 +135,7 @@ def measure(needs: Requirements) -> list[Row]:
     try:
         with process_group(needs.distributed, needs.devices_per_rank) as process:
             device = torch.device("cpu") if needs.distributed.backend == "gloo" else process.device
-            return interconnect.measure(process.world_size, device)
+            return [measure_speed(process.device), *interconnect.measure(process.world_size, device)]
     except (RuntimeError, ValueError, UserError) as error:
         advice = "run again with TORCH_DISTRIBUTED_DEBUG=DETAIL and NCCL_DEBUG=INFO to see more"
         return [Row("process group", first_line(error), "fail", advice)]

@@ -6,6 +6,7 @@ and ties the process to its launcher. Importing it does not import PyTorch.
 It knows the settings (``config``), and nothing about the model, the data or the process group.
 """
 
+from .amounts import PLAN_OPTIONS, PlanOptions, read_plan_options
 from .arguments import Command, parse
 from .debugger import check_debugger, collective_timeout, wait_for_debugger
 from .environment import (
@@ -31,6 +32,6 @@ from .run_directory import (
 )
 from .signals import STOP_SIGNALS
 #:: if cookiecutter.__plays ::#
-from .spaces import check_render, check_spaces, make_environment
+from .spaces import check_spaces, make_environment, take_environment
 #:: endif ::#
 from .values import check_values

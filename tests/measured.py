@@ -1,0 +1,101 @@
+"""What a step of a rendered project takes on real ranks, beside what `plan` says; `test_plan.py` starts this program.
+
+Each of the ranks takes part in groups of 1, 2 and 4 of them, one group after the other. What is measured comes from
+PyTorch itself: the profiler's record of each allocation, and the collectives that reach its dispatcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lab import Lab, batches
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+STEPS = 3  # As many as `plan` takes.
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives with more than one rank, and the bytes of the largest tensor in each."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size, self.counts = world_size, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.strip("_").removesuffix("_base").removesuffix("_into_tensor")
+        name = name.removesuffix("_tensor").replace("allreduce", "all_reduce").replace("allgather", "all_gather")
+        if func.namespace in ("c10d", "_c10d_functional") and name != "wait" and self.world_size > 1:
+            size = max(map(count_bytes, (args[0], () if name == "all_reduce" else args[1], outputs)))
+            self.counts[name] += 1
+            self.counts[f"{name} bytes"] += size
+        return outputs
+
+
+def count_bytes(tensors: Any) -> int:
+    """Return the bytes of tensors in any nesting."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
+
+
+def measure(lab: Lab, words: list[str]) -> dict[str, Any]:
+    """Return the most bytes that tensors took in the first steps, and the collectives of the last one."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        trainer = lab.trainer(*words)
+        ((inputs, targets),) = batches(trainer, 1)
+        start = time.time_ns()
+        for _ in range(STEPS):
+            trainer.step(inputs, targets)
+    events = [each for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"]
+    changes = sorted((each.start_ns(), each.nbytes()) for each in events)
+    memory = peak = 0
+    for moment, change in changes:
+        memory += change
+        peak = max(peak, memory) if moment >= start else memory
+    with Collectives(lab.process.world_size) as collectives:
+        trainer.step(inputs, targets)
+    return {"peak": peak, "messages": dict(collectives.counts)}
+
+
+def foretell(lab: Lab, words: list[str], ranks: int) -> dict[str, Any]:
+    """Return what `plan` says of each rank, in the same form."""
+    plan, config = lab.module("plan"), lab.settings(*words)
+    options = lab.module("launch").PlanOptions(ranks)
+    _, roles = plan.simulate_all(plan.Project(lab.module("train"), config, options))
+    found = {}
+    for role in roles:
+        counts = Counter[str]()
+        for message in role.figures.messages:
+            counts[message.name] += 1
+            counts[f"{message.name} bytes"] += message.size
+        found |= {rank: {"peak": role.figures.peak, "messages": dict(counts)} for rank in role.ranks}
+    return found
+
+
+def main(package: str, task: str, folder: Path, sizes: str, *words: str) -> None:
+    """Measure groups of each size, and write what was measured, and what `plan` says, into the folder."""
+    rank, lab = int(os.environ["RANK"]), Lab(package, task, folder)
+    runtime, launch, found = lab.module("runtime"), lab.module("launch"), {}
+    launch.end_with_launcher(launch.find_process_info())
+    for ranks in map(int, sizes.split(",")):
+        if rank < ranks:
+            os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            own = [*words, "--distributed.init_method", f"file://{folder}/store{ranks}"]
+            with runtime.process_group(lab.settings(*own).distributed, devices_per_rank=1) as lab.process:
+                found[ranks] = measure(lab, own)
+    (folder / f"measured{rank}.json").write_text(json.dumps(found))
+    if rank == 0:
+        said = {ranks: foretell(lab, list(words), ranks) for ranks in map(int, sizes.split(","))}
+        (folder / "plan.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

@@ -1,0 +1,114 @@
+"""`plan` says what a step takes: compared with measured runs, for every strategy, two tasks, and 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHOICES, Bake, leave_to_weekly, run
+from runs import alone, launch, world_size
+
+MEASURED = Path(__file__).with_name("measured.py")
+# A model whose tensors are large beside what kernels and messages take for themselves.
+SETTINGS = {
+    "language": "--model.width 64 --model.layers 6 --model.heads 4 --model.context 64 --train.microbatches 4",
+    "digits": "--model.width 32 --model.depth 3 --train.microbatches 4",
+    "control": "--model.width 128 --model.depth 5 --control.environments 8 --control.steps 32 --train.microbatches 4 "
+    "--data.global_batch_size 128",
+}
+CASES = leave_to_weekly(
+    [(name, task) for name in CHOICES["parallelism"] for task in ("language", "digits")] + [("tensor", "control")],
+    [("model_parallel", "digits"), ("data_parallel", "digits"), ("tensor", "digits")],
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallelism", "task"), CASES)
+def test_plan_says_what_real_ranks_take(bake: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
+    """Messages and their bytes exactly, and the peak of memory within 10 %."""
+    most = world_size(parallelism, 4)
+    sizes = [size for size in (1, 2, 4) if size <= most]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={most}"]
+    arguments = ["my_experiment", task, tmp_path, ",".join(map(str, sizes)), *SETTINGS[task].split()]
+    project = bake(parallelism=parallelism, task=task)
+    run(*launcher, MEASURED, *arguments, cwd=project, PYTHONPATH="src", CUDA_VISIBLE_DEVICES="")
+    said: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
+    for rank in range(most):
+        for size, measured in json.loads((tmp_path / f"measured{rank}.json").read_text()).items():
+            ours = said[size][str(rank)]
+            print(f"{parallelism} {task} {size} {rank}: {ours['peak'] / measured['peak'] - 1:+.1%} {ours['messages']}")
+            assert ours["messages"] == measured["messages"], (size, rank)
+            assert ours["peak"] == pytest.approx(measured["peak"], rel=0.1), (size, rank)
+            assert bool(ours["messages"]) == (size != "1")
+
+
+def plan(project: Path, *words: str, expect: int = 0) -> tuple[str, dict[str, Any]]:
+    """Run `plan` with the shipped launcher, and return what it prints: the table, and the record."""
+    *lines, record = launch(project, "plan", *words, expect=expect).stdout.splitlines()
+    return "\n".join(lines), json.loads(record)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_fails_and_gets_settings_that_do(baked: Bake) -> None:
+    """With NPROC=2: one process answers, for more ranks than there are, and none of them trains."""
+    project = baked(parallelism="fsdp")
+    words = "--ranks 16 --nodes 2 --parallel.replicas 2 --data.global_batch_size 128".split()
+    said, record = plan(project, *words)
+    needed = record["ranks"][0]["device_bytes"]
+    assert record["fits"] is None and "--device-memory says whether it fits" in said
+    said, record = plan(project, *words, "--device-memory", f"{needed // 1024 - 1}KiB", expect=1)
+    assert record["fits"] is False and "this fits, in " in said
+    changes = record["fitting_settings"].split()
+    _, record = plan(project, *words, *changes, "--device-memory", f"{needed // 1024 - 1}KiB")
+    assert record["fits"] is True
+    said, record = plan(project, *words, "--device-memory", "100kB", expect=1)
+    assert record["fitting_settings"] is None and """--variables-to-update '{"parallelism": "tensor"}'""" in said
+
+
+@pytest.mark.slow
+def test_links_and_times(baked: Bake) -> None:
+    """Two pipelines on two nodes: each stage is simulated once, and its neighbors are on the same node or not."""
+    words = "--ranks 8 --nodes 2 --parallel.replicas 2".split()
+    said, record = plan(baked(parallelism="pipeline"), *words)
+    assert [each["ranks"] for each in record["ranks"]] == ["0-1", "2-3", "4-5", "6-7"]
+    assert "no time of a step without --device-speed, --link-bandwidth, --node-bandwidth" in said
+    sent = [{(each["collective"], each["link"]) for each in role["messages"]} for role in record["ranks"]]
+    crossing = ("send", "between nodes")
+    assert [crossing in links for links in sent] == [False, True, True, False]
+    speeds = "--device-speed 1GFLOP/s --link-bandwidth 1GB/s --node-bandwidth 100MB/s".split()
+    _, record = plan(baked(parallelism="pipeline"), *words, *speeds)
+    first = record["ranks"][0]
+    assert record["waiting_share"] == pytest.approx(3 / 11, abs=1e-4)
+    assert first["seconds"]["computing"] == pytest.approx(first["flops"] / 1e9 / (8 / 11))
+    expected = sum(
+        each["sent_bytes"] / {"within a node": 1e9, "between nodes": 1e8}[each["link"]] for each in first["messages"]
+    )
+    assert first["seconds"]["sending"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("", "plan needs --ranks N"),
+        ("--ranks 0", "--ranks is '0'"),
+        ("--ranks 6 --nodes 4", "--ranks 6 does not divide into --nodes 4"),
+        ("--ranks 7", "does not divide into 7 share(s)"),
+        ("--ranks 2 --device-memory 80", "--device-memory is '80'; give an amount in B"),
+        ("--ranks 2 --device-memory 80GB/s", "--device-memory is '80GB/s'"),
+        ("--ranks 2 --device-speed fast", "--device-speed is 'fast'"),
+        ("--ranks 2 --link-bandwidth 0GB/s", "--link-bandwidth is '0GB/s'"),
+    ],
+)
+def test_a_question_that_is_none_is_rejected(baked: Bake, words: str, named: str) -> None:
+    result = alone(baked(), "plan", *words.split(), expect=2)
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and named in result.stderr
+    assert not result.stdout
+
+
+@pytest.mark.slow
+def test_other_commands_take_no_ranks(baked: Bake) -> None:
+    assert "train takes no --ranks" in alone(baked(), "train", "--ranks", "2", expect=2).stderr
