@@ -157,7 +157,7 @@ PROJECT = {
         "test_data.py::are_loaded_by_the_same_processes",
     ),
     "evaluation has loader processes of its own": Mutant(
-        SRC + "data.py",
+        SRC + "splitting/loaders.py",
         "loader_options(config, device), beside)",
         "loader_options(config, device), None)",
         "test_data.py::are_loaded_by_the_same_processes",
@@ -489,6 +489,7 @@ PROJECT = {
 PACKAGE = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 STRATEGIES = "templates/parallelism/"
 EFFECTS = "test_effects.py::each_setting_acts and "
+START = "test_start.py::part_and_one_block and "
 
 
 def unscaled(strategy: str, loss: str) -> Mutant:
@@ -499,6 +500,30 @@ def unscaled(strategy: str, loss: str) -> Mutant:
 
 # Caught by the template's own tests.
 TEMPLATE = {
+    "a message behind computation counts as exposed": Mutant(
+        PACKAGE + "benchmark/trace.py",
+        "exposed = subtract(union(messages), subtract(union(computing), union(waiting)))",
+        "exposed = union(messages)",
+        "test_benchmark.py::test_exposed_is_what",
+    ),
+    "backward is in forward as well": Mutant(
+        PACKAGE + "benchmark/steps.py",
+        'get("forward_backward", 0.0) - get("backward", 0.0)',
+        'get("forward_backward", 0.0)',
+        "test_benchmark.py::test_the_parts_sum_up",
+    ),
+    "the stall of a save has the time until it is written": Mutant(
+        PACKAGE + "benchmark/saving.py",
+        "    stall = time.perf_counter() - start\n    trainer.checkpointer.wait()\n",
+        "    trainer.checkpointer.wait()\n    stall = time.perf_counter() - start\n",
+        "test_benchmark.py::test_training_stands_still",
+    ),
+    "throughput of other settings is compared": Mutant(
+        PACKAGE + "benchmark/records.py",
+        '(old["settings"], old["device"]) == (new["settings"], new["device"])',
+        "True",
+        "test_benchmark.py::test_world_sizes_are_compared",
+    ),
     "a slug may be a module's name": Mutant(
         "cookiecutter.json", '"torch", ', "", "test_answers.py::test_no_slug_is_the_name"
     ),
@@ -697,6 +722,28 @@ TEMPLATE = {
         "if False else",
         EFFECTS + "model_parallel",
     ),
+    # Memory
+    "blocks are sharded when all are built": Mutant(
+        PACKAGE + "splitting/blocks.py", "        _place_fn(block)\n", "        pass\n", START + "fsdp-4"
+    ),
+    "pipeline: blocks of other ranks are kept": Mutant(
+        STRATEGIES + "pipeline/stages.py",
+        'block.to(device if holds(next(numbers)) else "meta")',
+        "block.to(device)",
+        START + "pipeline-4",
+    ),
+    "an outline draws the weights of the model": Mutant(
+        STRATEGIES + "shared/sequence.py",
+        'with restored_generators(), torch.device("meta"), placing',
+        "with placing",
+        START + "pipeline-4",
+    ),
+    "what is loaded stays in memory": Mutant(
+        PACKAGE + "checkpoint/state_dict.py",
+        "        whole = buffer[: sizes[name]].view(dtype).view(shape)\n",
+        "        whole = torch.empty(shape, dtype=dtype, device=device)\n        outline.append(whole)\n",
+        START + "fsdp-4",
+    ),
     # Trackers
     "a branch of a run has its identity": Mutant(
         "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/checkpoint/checkpointer.py",
@@ -728,6 +775,24 @@ TEMPLATE = {
         "pass",
         "test_trackers.py::outcome_is_how",
     ),
+    "a record that W&B gets takes the place of another": Mutant(
+        "templates/tracker/wandb/follow.py",
+        "if row > self.row or split in self.splits:",
+        "if row > self.row:",
+        "test_trackers.py::a_resumed_run_online",
+    ),
+    "pictures that did not reach W&B are never sent": Mutant(
+        "templates/tracker/wandb/follow.py",
+        'if self.splits or "curves" not in self.known:',
+        "if self.splits:",
+        "test_trackers.py::a_resumed_run_online",
+    ),
+    "a stop signal to make ends only a shell": Mutant(
+        "{{cookiecutter.project_slug}}/Makefile",
+        "exec env PYTHON=",
+        "PYTHON=",
+        "test_install.py::a_stop_signal_to_make",
+    ),
     "an exercise shows a line that is no longer there": Mutant(
         "{{cookiecutter.project_slug}}/docs/exercises.md",
         "-        self.sampler.set_epoch(epoch, start=progress.samples)",
@@ -742,5 +807,27 @@ TEMPLATE = {
     ),
     "all jobs of an array take the first line": Mutant(
         "templates/cluster/slurm/train.sbatch", '"${SLURM_ARRAY_TASK_ID}p"', "1p", "test_sweep.py::each_job_of_an_array"
+    ),
+    # Nothing lost, nothing silent
+    "a file gets its name before it is on the disk": Mutant(
+        PACKAGE + "runtime/files.py", "            os.fsync(file.fileno())\n", "", "test_files.py::is_on_the_disk"
+    ),
+    "ranks wait for a save as long as for a step": Mutant(
+        PACKAGE + "train.py",
+        "runtime.timeout(self.config.checkpoint.timeout_seconds)",
+        "runtime.timeout(0)",
+        "test_train.py::ranks_wait_for_a_save",
+    ),
+    "all buffers are averaged": Mutant(
+        PACKAGE + "splitting/sums.py",
+        "isinstance(part, nn.modules.batchnorm._NormBase)",
+        "buffer.is_floating_point()",
+        "test_replicas.py::only_batch_norm",
+    ),
+    "a crafted shard is refused at length": Mutant(
+        PACKAGE + "checkpoint/sharded.py",
+        'f"{message}: {first_line(first)}"',
+        'f"{message}: {first}"',
+        "test_hostile.py::damaged_and_crafted and sharded",
     ),
 }

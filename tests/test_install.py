@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import CHOICES, TEMPLATE, Bake, run
 from documents import fences
+from runs import started, wait_until
 from test_project import normalize, read_constraints
 
 INDEX = "https://download.pytorch.org/whl/"
@@ -41,8 +44,9 @@ def build_image(project: Path, folder: Path, build: str) -> subprocess.Completed
 def test_the_build_of_pytorch_is_chosen_alike(bake: Bake, tmp_path: Path, build: str) -> None:
     project, chosen = bake(docker=True), rf"pip install .*--no-deps .*{re.escape(INDEX + build)} .*\btorch$"
     for planned in (plan(project, f"TORCH={build}", "UV="), plan(project, f"TORCH={build}", "UV=uv")):
-        number = next(i for i, line in enumerate(planned) if re.search(chosen, line))
-        assert "--group dev" in planned[number + 1] and "--index-url" not in planned[number + 1]
+        found = [following for line, following in itertools.pairwise(planned) if re.search(chosen, line)]
+        assert len(found) == 1, planned
+        assert "--group dev" in found[0] and "--index-url" not in found[0]
         assert sum(INDEX in line for line in planned) == 1
     assert (
         len([line for line in plan(TEMPLATE, f"TORCH={build}") if re.search(rf"{INDEX}{build} .* torch$", line)]) == 1
@@ -81,6 +85,22 @@ def test_uv_is_used_where_it_is_installed(bake: Bake, tmp_path: Path) -> None:
     (programs / "uv").write_text(FAKE)
     (programs / "uv").chmod(0o755)
     assert f"{programs}/uv pip install" in planned() and ".venv/bin/pip install" not in planned()
+
+
+def test_a_stop_signal_to_make_reaches_the_launcher(bake: Bake, tmp_path: Path) -> None:
+    """So the run saves; it would train on if the signal ended a shell between them."""
+    project, launched = bake(), tmp_path / "launched"
+    (project / ".venv").mkdir()
+    (project / ".venv/installed").touch()
+    (project / "scripts/launch.sh").write_text(f"#!/bin/sh\necho $$ $PYTHON >{launched}\nexec sleep 100\n")
+    with started("make", "train", cwd=project, log=tmp_path / "log") as make:
+        wait_until(lambda: launched.exists() and launched.read_text().endswith("\n"), "make has started it", 30)
+        number, python = launched.read_text().split()
+        assert python == ".venv/bin/python"
+        make.terminate()
+        make.wait(30)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
 
 
 @pytest.fixture(scope="module")

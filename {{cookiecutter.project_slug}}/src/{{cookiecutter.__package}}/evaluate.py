@@ -32,13 +32,13 @@ from torch.utils.data import IterableDataset
 from . import dataset
 from .checkpoint import load_model, read_on_main, saved_section
 from .config import Config, DataConfig, UserError
-from .data import EvalSampler, build_loader, seed_dataset
+from .data import EvalSampler
 from .launch import check_layout
 from .model import build_model
 from .parallel import Parallel
 from .reporting import append_record, collect_examples, write_examples
 from .runtime import Context, Process, all_gather_object, on_main
-from .splitting import Metrics, concatenate, merge, to_device, unpack
+from .splitting import Metrics, build_loader, concatenate, merge, seed_dataset, to_device, unpack
 from .strategy import Strategy
 #:: endif ::#
 
@@ -74,7 +74,7 @@ def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str
     config.model = saved_section(header["config"], "model")
     config.model.check()
     check_layout(config.parallel, config.model, config.train, process.world_size)
-    parallel = Parallel(build_model(config.model), dataset.loss_fn, config, process)
+    parallel = Parallel(lambda: build_model(config.model), dataset.loss_fn, config, process)
     load_model(Path(path), header, state, parallel.module, parallel.device)
     return header, parallel
 #:: if cookiecutter.__plays ::#

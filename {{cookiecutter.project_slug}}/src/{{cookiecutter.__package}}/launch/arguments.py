@@ -28,6 +28,7 @@ class Command(NamedTuple):
     paths: tuple[str, ...] = ()  # Which of --checkpoint and --output it needs.
     trains: bool = False  # It takes optimizer steps or prepares for them, so the global batch has to divide evenly.
     has_settings: bool = True
+    flags: Mapping[str, str] = {}  # Options without a value that it takes, and what they do.
 
 
 class Parser(ArgumentParser):
@@ -41,7 +42,8 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     """Parse the arguments after ``python -m <package>``; rejects an unknown key or a wrong type.
 
     Returns:
-        The subcommand, the sections of its settings by name (none if it takes none), and its paths by name.
+        The subcommand, the sections of its settings by name (none if it takes none), and its paths by name; of its
+        flags, those that are given, as empty paths.
     """
     # jsonargparse cannot parse --checkpoint, because a section has that name.
     path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -70,7 +72,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     if settings and command.trains:  # Otherwise, a checkpoint says what the model is.
         complete_settings(settings["control"], settings["model"])
     #:: endif ::#
-    return name, settings, paths
+    return name, settings, paths | {flag: "" for flag in command.flags if parsed[name][flag]}
 
 
 def build_section(kind: type, values: Mapping[str, Any]) -> Any:
@@ -93,6 +95,8 @@ def build_parser(name: str, command: Command) -> ArgumentParser:
         parser.add_argument("--config", action="config", help="YAML file of settings; later arguments override it.")
         for section, kind in sections().items():
             parser.add_class_arguments(kind, section)
+    for flag, meaning in command.flags.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
     if name == "evaluate":
         parser.set_defaults({"run.dir": ""})  # By default, the record is only printed.
     return parser
