@@ -84,13 +84,13 @@ class Environments:
 
     def read(self, name: str, values: np.ndarray) -> Tensor:
         """Return a copy of what the environments gave, in the model's precision; note what is not finite."""
-        read = to_tensor(values)
-        bad = (~read.isfinite()).reshape(len(read), -1).any(dim=1)
-        if bad.any() and self.problem is None:
-            index = int(bad.nonzero()[0])
+        read = values.astype(np.float32)
+        if not np.isfinite(read).all():
+            index = int(np.argwhere(~np.isfinite(read))[0, 0])
             step = f"step {len(self.actions[index])} of episode {self.episodes[index]}"
-            self.problem = f"the {name} of environment {self.numbers[index]} in {step} is not finite"
-        return read.nan_to_num(0, 0, 0)
+            self.problem = self.problem or f"the {name} of environment {self.numbers[index]} in {step} is not finite"
+            read = np.nan_to_num(read, nan=0, posinf=0, neginf=0)
+        return torch.from_numpy(read)
 
     def state(self) -> dict[int, dict[str, Any]]:
         """Return what each environment, by its number, is restored from."""

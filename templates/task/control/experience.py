@@ -65,6 +65,7 @@ class Experience:
         self.epoch = self.start = self.environment_steps = 0
         self.rollout = -1  # Number of the collection that is trained on.
         self.own: dict[str, Tensor] = {}  # By name: this rank's environments, then steps, then numbers.
+        self.orders: list[Tensor] = []  # Of the steps, in each pass over this experience.
         self.advantage_statistics: Tensor | None = None
         self.metrics: dict[str, float] = {}
         self.snapshot: dict[int, dict[str, Any]] | None = None  # The environments before the collection under way.
@@ -86,10 +87,11 @@ class Experience:
         if rollout > self.rollout:
             self.collect(rollout)
         if self.advantage_statistics is None:  # Not gathered in load_state_dict, which may fail on one rank.
+            first = rollout * self.control.passes
+            self.orders = [self.order(epoch) for epoch in range(first, first + self.control.passes)]
             self.advantage_statistics = self.gather_statistics()
-        order = self.order(self.epoch)
         for batch in range(-(-self.start // self.batch_size), self.steps_per_epoch):
-            steps = order[:, batch * self.per_environment : (batch + 1) * self.per_environment]
+            steps = self.orders[number][:, batch * self.per_environment : (batch + 1) * self.per_environment]
             own = {name: take(self.own[name], steps).flatten(0, 1) for name in SAMPLE}
             mean, std = self.advantage_statistics[number, batch].float()
             own["advantage"] = (own["advantage"] - mean) / (std + 1e-8)
@@ -183,9 +185,8 @@ class Experience:
     def sum_advantages(self) -> Tensor:
         """Return the sums of this rank's advantages and of their squares: (passes, steps per epoch, 2)."""
         sums = []
-        for epoch in range(self.rollout * self.control.passes, (self.rollout + 1) * self.control.passes):
-            advantages = take(self.own["advantage"].double(), self.order(epoch))
-            batches = advantages.unflatten(1, (-1, self.per_environment))
+        for order in self.orders:
+            batches = take(self.own["advantage"].double(), order).unflatten(1, (-1, self.per_environment))
             sums.append(torch.stack([batches.sum(dim=(0, 2)), batches.square().sum(dim=(0, 2))], dim=1))
         return torch.stack(sums)
 

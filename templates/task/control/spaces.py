@@ -1,5 +1,6 @@
 """The environment, before anything starts: whether it can be made, and the sizes that it gives the model."""
 
+import os
 from typing import Any
 
 import gymnasium
@@ -15,6 +16,8 @@ TRIED = 32  # Steps in an environment, before it is taken.
 def make_environment(control: ControlConfig, render_mode: str | None = None) -> Any:
     """Make one environment; wrappers belong here."""
     options = {} if render_mode is None else {"render_mode": render_mode}
+    if options:
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # Otherwise pygame looks for a display, and prints an error.
     limit = control.max_episode_steps
     return gymnasium.make(control.environment, max_episode_steps=limit, disable_env_checker=True, **options)
 

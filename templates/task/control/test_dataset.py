@@ -302,6 +302,7 @@ def test_the_first_episode_is_filmed(trained: Callable[..., Path], tmp_path: Pat
     checkpoint, film = newest_checkpoint(trained(RANKS)), tmp_path / "films" / "episode.gif"
     words = ("--control.evaluation_episodes", "3", "--control.gif", str(film))
     done = launch("evaluate", "--checkpoint", str(checkpoint), *words, nproc=RANKS)
+    assert "error" not in done.stdout + done.stderr  # As pygame prints where there is no display.
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["num_samples"] == 3 and record["min_return"] <= record["mean_return"] <= record["max_return"]
     with Image.open(film) as frames:
