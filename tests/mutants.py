@@ -727,9 +727,9 @@ TEMPLATE = {
         PACKAGE + "splitting/blocks.py", "        _place_fn(block)\n", "        pass\n", START + "fsdp-4"
     ),
     "pipeline: blocks of other ranks are kept": Mutant(
-        STRATEGIES + "pipeline/parallel.py",
-        'if self.holds(next(numbers)) else "meta")',
-        "if self.holds(next(numbers)) or True else self.device)",
+        STRATEGIES + "pipeline/stages.py",
+        'block.to(device if holds(next(numbers)) else "meta")',
+        "block.to(device)",
         START + "pipeline-4",
     ),
     "an outline draws the weights of the model": Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -43,8 +44,9 @@ def build_image(project: Path, folder: Path, build: str) -> subprocess.Completed
 def test_the_build_of_pytorch_is_chosen_alike(bake: Bake, tmp_path: Path, build: str) -> None:
     project, chosen = bake(docker=True), rf"pip install .*--no-deps .*{re.escape(INDEX + build)} .*\btorch$"
     for planned in (plan(project, f"TORCH={build}", "UV="), plan(project, f"TORCH={build}", "UV=uv")):
-        number = next(i for i, line in enumerate(planned) if re.search(chosen, line))
-        assert "--group dev" in planned[number + 1] and "--index-url" not in planned[number + 1]
+        found = [following for line, following in itertools.pairwise(planned) if re.search(chosen, line)]
+        assert len(found) == 1, planned
+        assert "--group dev" in found[0] and "--index-url" not in found[0]
         assert sum(INDEX in line for line in planned) == 1
     assert (
         len([line for line in plan(TEMPLATE, f"TORCH={build}") if re.search(rf"{INDEX}{build} .* torch$", line)]) == 1

@@ -38,7 +38,7 @@ def test_a_rank_holds_its_part_and_one_block(baked: Bake, tmp_path: Path, parall
         assert seen["same values"]
         for form in ("full", "sharded"):
             # The optimizer's state is created with gradients of zero, then filled.
-            assert seen[f"resume, {form}"] < 3.5 * share, seen
+            assert seen[f"resume, {form}"] < 4 * share, seen
         weights = [seen[name] for name in seen if name.startswith("weights")]
         assert len(weights) == 3 and max(weights) < 0.5 * share, seen
 

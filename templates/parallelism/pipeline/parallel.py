@@ -23,8 +23,8 @@ from .splitting import (
     Stage,
     all_reduce_sum,
     assign_stages,
-    build_by_block,
     build_outline,
+    build_stages,
     split_batch,
     split_into_stages,
     trace_stages,
@@ -49,17 +49,8 @@ class Parallel(Strategy):
         # All stages, without their weights: they give the shapes of the stages' outputs.
         self.outline = split_into_stages(build_outline(build), self.config, shape[0])
         self.owners = assign_stages(len(self.outline), shape[0], self.config.schedule)
-        numbers = (index for index, blocks in enumerate(self.outline) for _ in blocks)
-
-        def move(block: nn.Module) -> None:
-            """Move the next block to the device; the weights of other ranks' blocks are dropped at once."""
-            block.to(self.device if self.holds(next(numbers)) else "meta")
-
-        sequence, _ = build_by_block(build, nn.Module.children, config.train, move)
-        stages = enumerate(split_into_stages(sequence, self.config, shape[0]))
-        own = {index: blocks for index, blocks in stages if self.holds(index)}
-        named_blocks = OrderedDict(block for blocks in own.values() for block in blocks.named_children())
-        self.module = nn.Sequential(named_blocks)
+        own = build_stages(build, self.outline, self.holds, config.train, self.device)
+        self.module = nn.Sequential(OrderedDict(block for blocks in own.values() for block in blocks.named_children()))
         # Under bf16, stages send half the bytes; fp16 would overflow where one process adds in fp32.
         sent = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
         self.dtypes = [sent] * (len(self.outline) - 1) + [torch.float32]

@@ -6,14 +6,15 @@ stage      0     1     2     3                   rank 1: stages 1 and 3    rank 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import ParallelConfig
+from ..config import ParallelConfig, TrainConfig
+from .blocks import build_by_block
 from .nested import to_device
 from .sequence import balance
 
@@ -30,12 +31,39 @@ class Stage(nn.Module):
             return self.blocks(x).to(self.dtype)
 
 
-def split_into_stages(model: nn.Module, config: ParallelConfig, pipeline_size: int) -> list[nn.Sequential]:
+def split_into_stages(model: nn.Sequential, config: ParallelConfig, pipeline_size: int) -> list[nn.Sequential]:
     """Split ``model`` into the stages of a pipeline of ``pipeline_size`` ranks; blocks keep their names."""
     weights = [sum(p.numel() for p in block.parameters()) for block in model.children()]
     lengths = config.split or balance(weights, pipeline_size * config.stages())
     blocks = list(model.named_children())
     return [nn.Sequential(OrderedDict(blocks[a:b])) for a, b in pairwise([0, *accumulate(lengths)])]
+
+
+def build_stages(
+    build: Callable[[], nn.Module],
+    outline: Sequence[nn.Sequential],
+    holds: Callable[[int], bool],
+    config: TrainConfig,
+    device: torch.device,
+) -> dict[int, nn.Sequential]:
+    """Build the stages that this rank holds, on ``device``; the weights of any other block are dropped at once.
+
+    Args:
+        build: Builds the whole model.
+        outline: All stages.
+        holds: Whether this rank holds a stage, by its number.
+        config: For ``prepare_blocks``.
+        device: Of this rank.
+    """
+    numbers = (number for number, stage in enumerate(outline) for _ in stage)
+
+    def move(block: nn.Module) -> None:
+        block.to(device if holds(next(numbers)) else "meta")
+
+    model, _ = build_by_block(build, nn.Module.children, config, move)
+    blocks = model.named_children()
+    stages = [nn.Sequential(OrderedDict(islice(blocks, len(stage)))) for stage in outline]
+    return {number: stage for number, stage in enumerate(stages) if holds(number)}
 
 
 def trace_stages(

@@ -104,7 +104,7 @@ def broadcast_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Ten
     if names := [name for of_rank in all_gather_object(unfit) for name in of_rank]:
         raise UserError(f"the checkpoint does not fit the model: {names[0]} is missing or differs")
     sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in outline[0].items()}
-    # One buffer for all of them: gloo's threads keep what they received for a while, so many would be in memory.
+    # One buffer for all: gloo's threads free what they received later, and the process would grow with each tensor.
     buffer = torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
     for name, (shape, dtype) in outline[0].items():
         whole = buffer[: sizes[name]].view(dtype).view(shape)

@@ -25,7 +25,7 @@ from .seeding import Key, SeededDataset
 from .sequence import balance, build_outline
 #:: endif ::#
 #:: if cookiecutter.__has_stages ::#
-from .stages import Stage, assign_stages, split_into_stages, trace_stages
+from .stages import Stage, assign_stages, build_stages, split_into_stages, trace_stages
 #:: endif ::#
 from .streams import InStep, Stream
 #:: if cookiecutter.__has_stages or cookiecutter.__shards_layers ::#

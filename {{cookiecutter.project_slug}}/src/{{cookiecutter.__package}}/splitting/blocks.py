@@ -20,8 +20,8 @@ _place_fn: PlaceFn | None = None
 def place(block: Block) -> Block:
     """Return a block that was just built, after the strategy has moved, sharded or dropped its weights, in place.
 
-    If ``build_model`` calls this for each block, a rank holds at most its part of the model and one block. The block
-    has its initial values by then, and shares no parameter with another. Outside of a strategy, it stays as it is.
+    If ``build_model`` calls this for each block, a rank holds at most its part of the model and one block. By then, the
+    block has its initial values, and it shares no parameter with another. Outside of a strategy, it stays as it is.
     """
     if _place_fn is not None:
         _place_fn(block)
