@@ -70,7 +70,7 @@ def test_a_planted_sleep_is_in_the_part_where_it_was_planted(measured: tuple[dic
     first, second = (rank["parts_ms"] for rank in measured[0]["ranks"])
     for rank in (first, second):
         for part, seconds in SLEEPS.items():
-            assert rank[part] >= 1000 * seconds * 0.95, part
+            assert rank[part] >= 1000 * seconds * 0.85, part
     assert second["data"] >= 1000 * (SLEEPS["data"] + SLOWER)
     # Rank 0 waits for the gradients of rank 1, and neither for anything else.
     assert first["exposed_communication"] >= 1000 * SLOWER * 0.7

@@ -9,7 +9,7 @@ def format_table(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
     parts = step_rows(record), rate_rows(record), collective_rows(record), save_rows(record), scaling_rows(records)
     rows = [row for part in parts for row in part]
     width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+    return "\n".join(name.ljust(width) + text for name, text in rows)
 
 
 def mean_parts(record: dict[str, Any]) -> dict[str, float]:
