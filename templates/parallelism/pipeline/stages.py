@@ -24,24 +24,6 @@ from .replication import GradientBuckets
 from .sequence import balance
 
 
-class ScheduledStage(PipelineStage):
-    """A ``Stage`` in a schedule, which passes on what the schedule says to the stage's buckets of gradients.
-
-    A backward that is split in two completes no gradient by itself, so the buckets start after the last one; other
-    stages of the rank may still be at work then.
-    """
-
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """Run one backward: a whole one, or the part for inputs, or the one for weights."""
-        self.submod.buckets.is_last_backward = last_backward
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Start what is left, when the schedule has run all backwards of this stage."""
-        super().perform_reduce_grad(grad_scale_factor)
-        self.submod.buckets.start_rest()
-
-
 class Stage(nn.Module):
     """Consecutive blocks that compute in ``train.precision``, output ``dtype``, and sum gradients over ``group``."""
 
@@ -59,6 +41,26 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with self.autocast():
             return self.blocks(x).to(self.dtype)
+
+
+class ScheduledStage(PipelineStage):
+    """A ``Stage`` in a schedule, which passes on what the schedule says to the stage's buckets of gradients.
+
+    A backward that is split in two completes no gradient by itself, so the buckets start after the last one; other
+    stages of the rank may still be at work then.
+    """
+
+    submod: Stage
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """Run one backward: a whole one, or the part for inputs, or the one for weights."""
+        self.submod.buckets.is_last_backward = last_backward
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Start what is left, when the schedule has run all backwards of this stage."""
+        super().perform_reduce_grad(grad_scale_factor)
+        self.submod.buckets.start_rest()
 
 
 def split_into_stages(model: nn.Module, config: ParallelConfig, pipeline_size: int) -> list[nn.Sequential]:
