@@ -741,8 +741,8 @@ TEMPLATE = {
     ),
     "pipeline: blocks of other ranks are kept": Mutant(
         STRATEGIES + "pipeline/parallel.py",
-        'if self.holds(next(numbers)) else "meta")',
-        "if self.holds(next(numbers)) or True else self.device)",
+        'block.to(self.device if is_own else "meta")',
+        "block.to(self.device)",
         START + "pipeline-4",
     ),
     "an outline draws the weights of the model": Mutant(
