@@ -465,7 +465,7 @@ PROJECT = {
     ),
     "pipeline: each stage clips for itself": Mutant(
         SRC + "parallel.py",
-        "        dist.all_reduce(squared, group=self.pipeline)\n",
+        "        dist.all_reduce(squared, group=dist.group.WORLD if self.config.shard_replicas else self.pipeline)\n",
         "",
         SPLIT,
         PIPELINE,

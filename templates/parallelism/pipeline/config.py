@@ -5,8 +5,7 @@ class ParallelConfig:
     replicas: PositiveInt = 1
     """Pipelines in parallel, each with a share of the batch and an equal number of ranks."""
     shard_replicas: bool = False
-    """Shard what pipelines hold in common over them (FSDP): weights, gradients and optimizer state take 1/replicas of
-    the memory between steps. Off averages whole gradients, while backward computes others."""
+    """Shard weights, gradients and optimizer state over the pipelines (FSDP), which otherwise hold the same."""
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"

@@ -6,8 +6,7 @@ class ParallelConfig:
     """Groups of ranks that each hold the whole model and read a share of the batch; 1 shards every layer over all
     ranks."""
     shard_replicas: bool = False
-    """Shard what groups hold in common over them (FSDP): weights, gradients and optimizer state take 1/replicas of the
-    memory. Off averages whole gradients while backward computes others, which sends less."""
+    """Shard weights, gradients and optimizer state over the groups (FSDP), which otherwise hold the same."""
     sequence_parallel: bool = False
     """Also shard the activations between layers, along the sequence: less memory, the same number of bytes sent."""
 
