@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # From the bottom up: each may import what stands before it, and the files on top may import all.
-ROOMS = ["config", "launch", "runtime", "splitting", "checkpoint", "reporting", "doctor", "plan"]
+ROOMS = ["config", "launch", "runtime", "splitting", "checkpoint", "reporting", "doctor", "benchmark", "plan"]
 TOP = "top"
 
 

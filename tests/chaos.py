@@ -1,9 +1,12 @@
 """Faults of every kind, under every strategy and launcher: what a run leaves, and whether it resumes bitwise.
 
     python tests/chaos.py --kills 200 --seed 0 --others
+    python tests/chaos.py --exits 500
 
 A run is started, killed, and started again by the same command, a dozen times, until it is done. Then its records and
-its weights have to be bitwise those of a run that nobody disturbed, and after each kill nothing may be left.
+its weights have to be bitwise those of a run that nobody disturbed, and after each kill nothing may be left: no
+process, and with it no port, no temporary file, no shared memory. A run that nobody disturbs has to exit with 0, every
+time, and to leave nothing either.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -59,7 +64,7 @@ MESSAGES = {
     "disk gone": (r"^error: {run} was deleted or replaced during the run",),
 }
 # The run goes on as if nothing had happened.
-SURVIVED = ("clock on", "clock back")
+SURVIVED = ("clock jumps",)
 MEASURED = {"samples_per_second", "tokens_per_second", "memory_mib", "peak_memory_mib", "slowest_rank", "behind_ms"}
 PYTORCH_CACHE = "torchinductor_"  # All runs of a user share this folder.
 # As root, a run has a /dev/shm of its own, which holds what it leaves and nothing else.
@@ -79,7 +84,9 @@ class Projects:
         if output.exists():
             return next(output.iterdir())
         check_answers(answers)
-        project = Path(cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(output)))
+        # The hook would print what to do next.
+        options = {"no_input": True, "accept_hooks": False, "output_dir": str(output)}
+        project = Path(cookiecutter(str(TEMPLATE), extra_context=answers, **options))
         arm = f"sys.path.append({str(TEMPLATE / 'tests')!r})\nimport faults\nfaults.arm(__package__)"
         plant(project, "__main__.py", "    gc.freeze()\n", arm)
         dropped = 'F.dropout(features.mean(dim=(2, 3)), float(__import__("os").environ["DROPOUT"]), self.training)'
@@ -118,11 +125,7 @@ class Chain:
 
     def play(self, projects: Projects) -> list[Outcome]:
         """Run it, and compare its end with that of an undisturbed run; so too on other ranks, by another strategy."""
-        self.projects, self.project = projects, projects.render(self.strategy, self.launcher)
-        self.folder, self.nproc = projects.folder / f"chain-{next(projects.numbers)}", world_size(self.strategy)
-        self.steps = 5 * len(self.faults) + 6  # A fault moves the run on by five steps at most.
-        self.run = self.folder / "disk" / "run"
-        self.run.parent.mkdir(parents=True)
+        self.set_up(projects, steps=5 * len(self.faults) + 6)  # A fault moves the run on by five steps at most.
         key = self.strategy, self.launcher, self.steps, self.dropout, self.form
         self.reference = projects.references.setdefault(key, self.folder / "reference")
         if not self.reference.exists():
@@ -143,6 +146,13 @@ class Chain:
                 for outcome in outcomes:
                     outcome.checks[name] = found
         return outcomes
+
+    def set_up(self, projects: Projects, steps: int) -> None:
+        """Render the project, and choose a folder for the run."""
+        self.projects, self.project = projects, projects.render(self.strategy, self.launcher)
+        self.folder, self.nproc = projects.folder / f"chain-{next(projects.numbers)}", world_size(self.strategy)
+        self.steps, self.run = steps, self.folder / "disk" / "run"
+        self.run.parent.mkdir(parents=True)
 
     @contextmanager
     def launched(self, folder: Path, run: Path, project: Path, nproc: int, **environment: str) -> Iterator[Any]:
@@ -182,25 +192,35 @@ class Chain:
                 if time.monotonic() > min(deadline, float(read(folder / "fired") or "inf") + LIMIT):
                     break
                 time.sleep(0.05)
-            ended, left = time.monotonic(), [f"process {pid}" for pid in find_marked_processes(str(folder))]
+            ended, left = time.monotonic(), find_left(folder)
         fired, log = read(folder / "fired"), f"{folder}: exit code {process.returncode}\n{read(folder / 'log')}"
         (self.run.parent / "ballast").unlink(missing_ok=True)  # The disk has room again.
         outcome = Outcome(fault, self.strategy, ended - float(fired or ended), {"fired": "" if fired else log})
         if not fired:
             return outcome
         goes_on = fault.kind in SURVIVED or self.restarts > 0
-        has_ended = not left and (process.returncode == 0) == goes_on
+        has_ended = not any(each.startswith("process") for each in left) and (process.returncode == 0) == goes_on
         # During the start, the other ranks may not yet wait for this one.
         reports = self.nproc > 1 and fault.phase != "start"
         messages = () if goes_on else MESSAGES[fault.kind][: None if reports else 1]
         values = {"rank": fault.rank, "run": re.escape(str(self.run))}
         named = [re.search(message.format(**values), log, re.MULTILINE) for message in messages]
-        files = [*(folder / "tmp").iterdir(), *(folder / "shm").iterdir()]
-        left += [str(path) for path in files if not path.name.startswith(PYTORCH_CACHE)]
         outcome.checks["ended"] = "" if has_ended else log
         outcome.checks |= {"named": "" if all(named) else log} if messages else {}
         outcome.checks["clean"] = f"{folder} leaves {left}" if left else ""
         return outcome
+
+    def end_alone(self) -> str:
+        """Let the run end by itself, and return what is wrong with its end; nothing of it stays if nothing is."""
+        with self.launched(self.folder, self.run, self.project, self.nproc) as process:
+            code, deadline = process.wait(600), time.monotonic() + 10
+            while find_marked_processes(str(self.folder)) and time.monotonic() < deadline:
+                time.sleep(0.05)  # Python's resource tracker needs a moment to end.
+            left = find_left(self.folder)
+        if code or left:
+            return f"{self.folder}: exit code {code}, leaves {left}\n{read(self.folder / 'log')}"
+        shutil.rmtree(self.folder)
+        return ""
 
     def check_same(self) -> None:
         """Finish the run, and check that it ends bitwise as the undisturbed one, without temporary files."""
@@ -223,6 +243,15 @@ def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def find_left(folder: Path) -> list[str]:
+    """Return the processes of a run, its temporary files and its shared memory."""
+    files = [*(folder / "tmp").iterdir(), *(folder / "shm").iterdir()]
+    return [
+        *(f"process {pid}" for pid in find_marked_processes(str(folder))),
+        *(str(path) for path in files if not path.name.startswith(PYTORCH_CACHE)),
+    ]
+
+
 def list_checkpoints(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run."""
     return [path for path in run.glob("checkpoints/step-*") if path.suffix in (".pt", ".dcp")]
@@ -236,7 +265,7 @@ def comparable(run: Path) -> list[dict[str, Any]]:
 
 def plan(kills: int, seed: int, length: int = 12) -> Iterator[Chain]:
     """Yield chains with so many kills in all; each strategy gets every kind in every phase before one comes again."""
-    draw, cases, left = random.Random(seed), {}, kills
+    draw, cases, left, turns = random.Random(seed), {}, kills, Counter[str]()
     for strategy in CYCLE:
         pairs = list(itertools.product(KILLS, PHASES))
         cases[strategy] = itertools.cycle(draw.sample(pairs, len(pairs)))
@@ -247,11 +276,12 @@ def plan(kills: int, seed: int, length: int = 12) -> Iterator[Chain]:
         for kind, phase in itertools.islice(cases[strategy], min(length, left)):
             rank = 0 if phase in MAIN_PHASES else draw.randrange(world_size(strategy))
             faults.append(Fault(kind, phase, rank, draw.randint(1, 3)))
-        left -= length
+        left, turn = left - length, turns[strategy]
+        turns[strategy] += 1
         launcher = CHOICES["launcher"][(number + number // len(CYCLE)) % 2]
-        form = "sharded" if number % 3 == 1 else "full"
+        form = "sharded" if (number + turn) % 3 == 1 else "full"
         # The first chain of a strategy is compared with other layouts, the second one has dropout.
-        yield Chain(strategy, launcher, faults, 0.1 * (number // len(CYCLE) % 2), int(number % 5 == 4), form)
+        yield Chain(strategy, launcher, faults, 0.1 * (turn % 2), int(number % 5 == 4), form)
 
 
 def other_faults(launcher: str) -> Chain:
@@ -260,9 +290,30 @@ def other_faults(launcher: str) -> Chain:
         *(Fault("disk full", "in the write", 0, 2), Fault("disk read-only", "before the rename", 0, 3)),
         *(Fault("disk gone", "forward", 1, 3), Fault("segmentation fault", "all-reduce", 1, 2)),
         *(Fault("out of memory", "forward", 1, 2), Fault("stop", "all-reduce", 1, 2)),
-        *(Fault("interpreter kept", "evaluation", 1, 2), Fault("clock back", "forward", 1, 2)),
+        *(Fault("interpreter kept", "evaluation", 1, 2), Fault("clock jumps", "forward", 1, 2)),
     ]
     return Chain("ddp", launcher, faults, dropout=0.1, timeout=10)
+
+
+def count_exits(projects: Projects, launches: int) -> tuple[str, list[str]]:
+    """Launch runs of two steps; return how many of each strategy and launcher ended well, and what is wrong."""
+    pairs = list(itertools.product(CHOICES["parallelism"], CHOICES["launcher"]))
+    chains = [
+        Chain(*pairs[number % len(pairs)], [], workers=turn % 2, form=("full", "sharded")[turn // 2 % 2])
+        for number, turn in ((number, number // len(pairs)) for number in range(launches))
+    ]
+    for chain in chains:
+        chain.set_up(projects, steps=2)
+    with ThreadPoolExecutor((os.cpu_count() or 1) + 1) as executor:
+        wrong = list(executor.map(Chain.end_alone, chains))
+    rows = [f"{'':16}{'':10}{'launches':>9}{'clean':>9}"]
+    for strategy, launcher in [*pairs, ("all", "")]:
+        found = [
+            text for chain, text in zip(chains, wrong, strict=True)
+            if strategy == "all" or (chain.strategy, chain.launcher) == (strategy, launcher)
+        ]  # fmt: skip
+        rows.append(f"{strategy:16}{launcher:10}{len(found):9}{found.count(''):9}")
+    return "\n".join(rows), [text for text in wrong if text]
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -285,23 +336,36 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(rows)
 
 
+def inject_faults(projects: Projects, chains: Iterable[Chain]) -> list[str]:
+    """Play chains of faults, print the table of what came of them, and return what is wrong."""
+    outcomes = list[Outcome]()
+    with suppress(KeyboardInterrupt):
+        for chain in chains:
+            outcomes += (new := chain.play(projects))
+            wrong = {text for outcome in new for text in outcome.wrong.values()}
+            print(f"{chain.strategy}, {chain.launcher}: {len(new)} faults, {len(wrong)} wrong", *wrong, sep="\n")
+    print(table(outcomes))
+    return [text for outcome in outcomes for text in outcome.wrong.values()]
+
+
 def main() -> None:
     """Print the table, and exit with 1 if anything is wrong; then the folder of all runs stays."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--others", action="store_true", help="also what does not kill; needs root, for a disk")
+    parser.add_argument("--exits", type=int, metavar="LAUNCHES", help="inject nothing; count runs that end well")
     options = parser.parse_args()
-    folder, outcomes = Path(tempfile.mkdtemp(prefix="chaos-")), list[Outcome]()
-    others = [other_faults(launcher) for launcher in CHOICES["launcher"] if options.others]
-    with isolate(folder), suppress(KeyboardInterrupt):
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    with isolate(folder):
         projects = Projects(folder)
-        for chain in [*plan(options.kills, options.seed), *others]:
-            outcomes += (new := chain.play(projects))
-            wrong = {text for outcome in new for text in outcome.wrong.values()}
-            print(f"{chain.strategy}, {chain.launcher}: {len(new)} faults, {len(wrong)} wrong", *wrong, sep="\n")
-    print(table(outcomes))
-    if any(outcome.wrong for outcome in outcomes):
+        if options.exits:
+            counts, wrong = count_exits(projects, options.exits)
+            print(*wrong, counts, sep="\n")
+        else:
+            others = [other_faults(launcher) for launcher in CHOICES["launcher"] if options.others]
+            wrong = inject_faults(projects, [*plan(options.kills, options.seed), *others])
+    if wrong:
         sys.exit(f"error: something is wrong; see {folder}")
     shutil.rmtree(folder)
 

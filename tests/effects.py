@@ -450,7 +450,8 @@ def build_on_accelerator(lab: Lab, *words: str) -> Any:
     """Build the strategy with tensors that have no values, in the place of those of an accelerator."""
     process = replace(lab.process, device=torch.device("meta"))
     loss_fn = lab.module("dataset").loss_fn
-    return lab.module("parallel").Parallel(lab.whole_model(*words), loss_fn, lab.settings(*words), process)
+    build = partial(lab.whole_model, *words)
+    return lab.module("parallel").Parallel(build, loss_fn, lab.settings(*words), process)
 
 
 @shows("parallel.reshard_after_forward")
@@ -512,7 +513,7 @@ def blocks_per_device(lab: Lab, *words: str) -> list[int]:
     names = mock.patch.object(lab.module("parallel"), "list_devices", list_distinct_devices, create=True)
     with names:
         blocks = list(lab.trainer(*words).parallel.module.children())
-    if hasattr(lab.module("parallel"), "place_blocks"):
+    if hasattr(lab.module("parallel"), "move_block"):
         moved_to = [hook.args[0].index for block in blocks for hook in block._forward_pre_hooks.values()]
         return [moved_to.count(index) for index in sorted(set(moved_to))]
     return lab.module("runtime").all_gather_object(len(blocks))

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import struct
@@ -22,6 +23,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,24 @@ FREE = (
     "progress.best_",
     "progress.run_id",
 )
+
+
+# What a run that resumes may print besides: what the settings in a checkpoint and its own have to say.
+PRINTED = re.compile("; resuming from the one before$| from now on; it was |: there is no such setting$| starts anew: ")
+
+
+@dataclass
+class Tally:
+    """What came of all cases: how many of each kind had which outcome, and what went wrong."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, where: str, outcome: str, problem: str = "") -> None:
+        """Count a case: its outcome, unless there is a problem."""
+        self.outcomes[f"{kind}: {'wrong' if problem else outcome}"] += 1
+        if problem:
+            self.wrong.append(f"{kind}, {where}: {problem}"[:300])
 
 
 class Attack:
@@ -203,13 +223,14 @@ class Judge:
     """Applies damages to a run's newest checkpoint, and says what a run that resumes makes of each."""
 
     def __init__(self, lab: Lab, form: str) -> None:
-        self.lab, self.form, self.outcomes, self.wrong = lab, form, Counter[str](), list[str]()
+        self.lab, self.form, self.tally = lab, form, Tally()
         self.trainer = lab.trainer("--checkpoint.format", form, "--checkpoint.keep", "9")
         register = self.trainer.checkpointer.register
         register("average", Average(self.trainer.parallel.module), "tensors")
         register("counter", Count(), "rank")
         self.trainer.restore([])  # A fresh run, with an id.
         self.expected = [self.save(step) for step in (3, 6)]
+        self.weights = {name: tensor.clone() for name, tensor in self.trainer.parallel.module.state_dict().items()}
         self.folder = Path(self.trainer.config.run.dir) / "checkpoints"
         self.before, self.newest = sorted(self.folder.iterdir())
 
@@ -227,12 +248,17 @@ class Judge:
         whole = [sorted(checkpointer.state().items()), sorted(checkpointer.build_header(self.trainer.progress).items())]
         return [each.clone() if isinstance(each, Tensor) else each for each in tree_leaves(whole)]
 
-    def judge(self, kind: str, where: str, damage: Damage) -> None:
-        """Damage a copy, resume from it or the one before, and count the outcome."""
+    def damaged(self, damage: Damage) -> Path:
+        """Return a damaged copy of the newest checkpoint."""
         target = self.newest.with_name(f"damaged{self.newest.suffix}")
-        (shutil.rmtree if target.is_dir() else partial(Path.unlink, missing_ok=True))(target)
+        discard(target)
         (shutil.copytree if self.newest.is_dir() else shutil.copyfile)(self.newest, target)
         damage(target)
+        return target
+
+    def judge(self, kind: str, where: str, damage: Damage) -> None:
+        """Damage a copy, resume from it or the one before, and count the outcome."""
+        target = self.damaged(damage)
         with torch.no_grad():
             for tensor in self.trainer.checkpointer.state().values():
                 tensor.zero_()
@@ -242,17 +268,38 @@ class Judge:
                 self.trainer.restore([target, self.before])
             outcome = self.compare(errors.getvalue())
         except self.lab.module("config").UserError as error:
-            outcome = "refused" if "\n" not in str(error) else f"several lines: {error}"
+            outcome = refusal(error)
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
         expected = ALLOWED[kind] if where.startswith(FREE) else ALLOWED[kind] - {"accepted"}
-        self.outcomes[f"{kind}: {outcome if outcome in expected else 'wrong'}"] += 1
-        if outcome not in expected:
-            self.wrong.append(f"{self.form}, {kind} {where}: {outcome[:300]}")
+        self.tally.add(kind, f"{self.form} {where}", outcome, "" if outcome in expected else outcome)
+
+    def judge_reading(self, kind: str, where: str, damage: Damage) -> None:
+        """Let what else reads a checkpoint read a damaged copy: ``evaluate``, and ``convert`` to each format."""
+        target, module, config = self.damaged(damage), self.lab.module, self.lab.settings()
+
+        def evaluate() -> None:
+            _, strategy = module("evaluate").load_strategy(str(target), config, self.lab.process)
+            read = strategy.module.state_dict()
+            assert all(torch.equal(tensor, self.weights[name]) for name, tensor in read.items()), "other weights"
+
+        readers: dict[str, Callable[[], Any]] = {"evaluate": evaluate}
+        for suffix in module("checkpoint.convert").OUTPUTS[self.newest.suffix]:
+            readers[suffix] = partial(module("checkpoint.convert").convert, target, self.lab.folder / f"output{suffix}")
+        for name, read in readers.items():
+            outcome = attempt(self.lab, read)
+            is_wrong = outcome not in ("refused", "accepted") or (kind == "attack" and outcome == "accepted")
+            self.tally.add(f"{kind} for {name}", f"{self.form} {where}", outcome, outcome if is_wrong else "")
+        for output in self.lab.folder.glob("output*"):
+            if output.suffix == ".tmp":
+                self.tally.wrong.append(f"{self.form} {where}: {output.name} is left")
+            discard(output)
 
     def compare(self, errors: str) -> str:
         """Return what was restored, as far as one can see and go on with it."""
         state, lines = self.state(), [line for line in errors.splitlines() if "resuming from the one before" in line]
+        if others := [line for line in errors.splitlines() if not PRINTED.search(line)]:
+            return f"several lines: {others[0]}"
         if lines:
             is_before = len(lines) == 1 and are_equal(state, self.expected[0])
             return "one before" if is_before else "the one before, but not as it was saved"
@@ -265,6 +312,28 @@ class Judge:
         return "accepted"
 
 
+def discard(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    (shutil.rmtree if path.is_dir() else partial(Path.unlink, missing_ok=True))(path)
+
+
+def attempt(lab: Lab, action: Callable[[], object]) -> str:
+    """Return whether an action succeeds or is refused, or what else happens."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            action()
+    except lab.module("config").UserError as error:
+        return refusal(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def refusal(error: Exception) -> str:
+    """Return that something is refused, if that is said in one line."""
+    return "refused" if "\n" not in str(error) else f"several lines: {error}"
+
+
 def are_equal(ones: list[Any], others: list[Any]) -> bool:
     """Return whether two states are alike, bit for bit."""
     if list(map(type, ones)) != list(map(type, others)):
@@ -273,7 +342,7 @@ def are_equal(ones: list[Any], others: list[Any]) -> bool:
     return all(torch.equal(*pair) if isinstance(pair[0], Tensor) else pair[0] == pair[1] for pair in pairs)
 
 
-def judge_checkpoints(lab: Lab, form: str) -> Judge:
+def judge_checkpoints(lab: Lab, form: str) -> Tally:
     """Judge every cut, some of the other damages, and every attack on checkpoints of one form."""
     judge, target = Judge(lab, form), lab.folder / f"hacked-{form}"
     file, others = ("header.pt", [".metadata", "__0_0.distcp"]) if form == "sharded" else ("", [])
@@ -284,9 +353,11 @@ def judge_checkpoints(lab: Lab, form: str) -> Judge:
             judge.judge(*case)
     for case in [*choose(chosen, crafted(content, file), 600), *attacks(content, file, target)]:
         judge.judge(*case)
+    for case in [*choose(chosen, crafted(content, file), 60), *attacks(content, file, target)]:
+        judge.judge_reading(*case)
     if target.exists():
-        judge.wrong.append(f"{form}: code in a checkpoint was run")
-    return judge
+        judge.tally.wrong.append(f"{form}: code in a checkpoint was run")
+    return judge.tally
 
 
 def choose(chosen: random.Random, cases: Iterable[Case], number: int) -> list[Case]:
@@ -322,12 +393,13 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def judge_folders(lab: Lab, form: str) -> list[str]:
-    """Return what goes wrong when a run with an odd entry resumes, and saves in its place."""
-    judge, wrong = Judge(lab, form), []
+def judge_folders(lab: Lab, form: str, tally: Tally) -> None:
+    """Let a run with an odd entry resume, and save in its place."""
+    judge = Judge(lab, form)
     run_dir, keep = judge.folder.parent, {judge.before.name, judge.newest.name}
     for name, make in odd_entries(judge.newest):
         make(judge.folder / "step-00000009")
+        problem = ""
         try:
             with contextlib.redirect_stderr(io.StringIO()), time_limit(20):
                 judge.trainer.restore(lab.module("launch").find_resume_candidates(run_dir, "auto", False))
@@ -337,11 +409,11 @@ def judge_folders(lab: Lab, form: str) -> list[str]:
                 judge.trainer.restore(newest)
                 assert are_equal(judge.state(), expected), "what was saved is not what is restored"
         except Exception as error:
-            wrong.append(f"{form}, {name}: {type(error).__name__}: {error}"[:300])
+            problem = f"{type(error).__name__}: {error}"
+        tally.add("folder", f"{form} {name}", "survived", problem)
         for path in judge.folder.iterdir():
             if path.name not in keep:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    return wrong
 
 
 def weight_files(state: dict[str, Tensor], attack: Attack) -> Iterator[tuple[str, Damage]]:
@@ -367,9 +439,9 @@ def weight_files(state: dict[str, Tensor], attack: Attack) -> Iterator[tuple[str
     yield "folder.pt", Path.mkdir
 
 
-def judge_weights(lab: Lab) -> list[str]:
-    """Return what goes wrong when ``model.weights`` names a file that cannot be used."""
-    wrong, folder, trainer = [], lab.new_folder(), lab.trainer()
+def judge_weights(lab: Lab, tally: Tally) -> None:
+    """Let ``model.weights`` name files that cannot be used."""
+    folder, trainer = lab.new_folder(), lab.trainer()
     folder.mkdir()
     load_weights, module = lab.module("checkpoint").load_weights, trainer.parallel.module
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -381,16 +453,13 @@ def judge_weights(lab: Lab) -> list[str]:
         cases.append((f"cut{percent}.safetensors", lambda path, part=part: path.write_bytes(part)))
     for name, make in cases:
         make(folder / name)
-        try:
-            load_weights(folder / name, [], module, lab.process.device)
-            outcome = "accepted"
-        except lab.module("config").UserError as error:
-            outcome = "" if "\n" not in str(error) else f"several lines: {error}"
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
-        if outcome or not all(torch.equal(value, before[key]) for key, value in module.state_dict().items()):
-            wrong.append(f"{name}: {outcome or 'weights were changed'}"[:300])
-    return wrong + (["code in a file of weights was run"] if (folder / "hacked").exists() else [])
+        outcome = attempt(lab, partial(load_weights, folder / name, [], module, lab.process.device))
+        problem = "" if outcome == "refused" else outcome
+        if not all(torch.equal(value, before[key]) for key, value in module.state_dict().items()):
+            problem = problem or "weights were changed"
+        tally.add("weights", name, outcome, problem)
+    if (folder / "hacked").exists():
+        tally.wrong.append("code in a file of weights was run")
 
 
 def crafted_metadata(metadata: dict[str, str]) -> Iterator[dict[str, str]]:
@@ -402,9 +471,9 @@ def crafted_metadata(metadata: dict[str, str]) -> Iterator[dict[str, str]]:
         yield from (metadata | {key: text} for text in texts if key == "state" or not text.startswith('{"progress'))
 
 
-def judge_exported(lab: Lab) -> list[str]:
-    """Return what goes wrong when exported weights are cut short, altered or crafted, and then read as a checkpoint."""
-    wrong, folder, exported = [], lab.new_folder(), lab.module("checkpoint.exported")
+def judge_exported(lab: Lab, tally: Tally) -> None:
+    """Cut exported weights short, alter or craft them, and read them as a checkpoint."""
+    folder, exported = lab.new_folder(), lab.module("checkpoint.exported")
     folder.mkdir()
     good, state = folder / "good.safetensors", {"a.weight": torch.randn(6, 5), "b.steps": torch.tensor(7)}
     progress = {"step": 6, "epoch": 0, "samples": 384}
@@ -422,24 +491,19 @@ def judge_exported(lab: Lab) -> list[str]:
     expected = lab.module("checkpoint.loading").read(good)
     for number, (name, part) in enumerate(cases):
         (path := folder / f"{number}.safetensors").write_bytes(part)
-        try:
-            read = lab.module("checkpoint.loading").read(path)
+        read: dict[str, Any] = {}
+        outcome = attempt(lab, lambda path=path, read=read: read.update(lab.module("checkpoint.loading").read(path)))
+        if outcome == "accepted" and name[0] not in "cmfu":  # A bit may be flipped where it does not matter.
             same = read["config"] == expected["config"] and read["progress"] == expected["progress"]
             same = same and read["model"].keys() == state.keys()
-            outcome = "" if same and all(torch.equal(read["model"][key], state[key]) for key in state) else "accepted"
-            outcome = outcome or ("accepted" if name[0] in "cmfu" else "")
-        except lab.module("config").UserError as error:
-            outcome = "" if "\n" not in str(error) else f"several lines: {error}"
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
-        if outcome:
-            wrong.append(f"exported, {name}: {outcome}"[:300])
-    return wrong
+            same = same and all(torch.equal(read["model"][key], state[key]) for key in state)
+            outcome = "the same" if same else "accepted"
+        tally.add("exported", name, outcome, "" if outcome in ("refused", "the same") else outcome)
 
 
-def judge_metrics(lab: Lab) -> list[str]:
-    """Return what goes wrong when a file of metrics is torn or altered anywhere, and then continued and drawn."""
-    metrics, curves, wrong = lab.module("reporting.metrics"), lab.module("reporting.curves"), []
+def judge_metrics(lab: Lab, tally: Tally) -> None:
+    """Tear or alter a file of metrics anywhere, and continue and draw it."""
+    metrics, curves = lab.module("reporting.metrics"), lab.module("reporting.curves")
     folder = lab.new_folder()
     folder.mkdir()
     path, image = folder / "metrics.jsonl", folder / "curves.png"
@@ -466,6 +530,7 @@ def judge_metrics(lab: Lab) -> list[str]:
     for name, content in cases:
         path.write_bytes(content)
         kept = [line for line in lines[:4] if content.startswith(line) or b"\n" + line in content]
+        problem = ""
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 metrics.truncate_metrics(path, 4, 4)
@@ -474,8 +539,8 @@ def judge_metrics(lab: Lab) -> list[str]:
             left = path.read_bytes().splitlines(keepends=True)
             assert all(json.dumps(json.loads(line)).encode() + b"\n" in left for line in kept), "a record was lost"
         except Exception as error:
-            wrong.append(f"metrics, {name}: {type(error).__name__}: {error}"[:300])
-    return wrong
+            problem = f"{type(error).__name__}: {error}"
+        tally.add("metrics", name, "survived", problem)
 
 
 def main(package: str, folder: Path, part: str) -> None:
@@ -483,19 +548,15 @@ def main(package: str, folder: Path, part: str) -> None:
     lab = Lab(package, "digits", folder)
     runtime = lab.module("runtime")
     with runtime.process_group(lab.settings().distributed, devices_per_rank=1) as lab.process:
-        outcomes: dict[str, int] = {}
         if part in ("full", "sharded"):
-            judge = judge_checkpoints(lab, part)
-            wrong, outcomes = judge.wrong, dict(judge.outcomes)
+            tally = judge_checkpoints(lab, part)
         else:
-            wrong = [
-                *judge_folders(lab, "full"),
-                *judge_folders(lab, "sharded"),
-                *judge_weights(lab),
-                *judge_exported(lab),
-                *judge_metrics(lab),
-            ]
-    (folder / "outcome.json").write_text(json.dumps({"wrong": wrong, "outcomes": outcomes}))
+            tally = Tally()
+            for form in ("full", "sharded"):
+                judge_folders(lab, form, tally)
+            for judge in (judge_weights, judge_exported, judge_metrics):
+                judge(lab, tally)
+    (folder / "outcome.json").write_text(json.dumps({"wrong": tally.wrong, "outcomes": tally.outcomes}))
 
 
 if __name__ == "__main__":

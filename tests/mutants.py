@@ -179,11 +179,56 @@ PROJECT = {
     "actions are drawn alike in every collection": Mutant(
         SRC + "splitting/experience.py", '"action", number, rollout)', '"action", number, 0)', SPLIT, CONTROL
     ),
+    "every episode starts alike": Mutant(
+        SRC + "splitting/environments.py",
+        'derive_seed(self.seed, "reset", number, episode)',
+        'derive_seed(self.seed, "reset", number)',
+        SPLIT,
+        CONTROL,
+    ),
+    "a random number stands for no action": Mutant(
+        SRC + "splitting/policy.py",
+        "policy.probs.cumsum(dim=1)[:, :-1]",
+        "policy.probs.cumsum(dim=1)",
+        "test_dataset.py::each_number_stands",
+        CONTROL,
+    ),
     "advantages are normalized by each rank": Mutant(
         SRC + "splitting/experience.py",
         "(sum(sums) / self.batch_size)",
         "(self.sum_advantages() * self.policy.strategy.dp_size / self.batch_size)",
         SPLIT,
+        CONTROL,
+    ),
+    "an advantage has rewards of the next episode": Mutant(
+        SRC + "dataset.py",
+        "config.gae_lambda * ~done[:, step] * advantage",
+        "config.gae_lambda * advantage",
+        "test_dataset.py::gained_over_the_value",
+        CONTROL,
+    ),
+    "the last step is followed by the first": Mutant(
+        SRC + "splitting/experience.py",
+        "        is_asked[:, -1] = True\n",
+        "",
+        "test_dataset.py::cut_off_goes_on",
+        CONTROL,
+    ),
+    "the loss may be too high": Mutant(
+        SRC + "dataset.py", "-torch.minimum(ratio", "-torch.maximum(ratio", "test_dataset.py::the_loss_stops", CONTROL
+    ),
+    "the fraction that is clipped has one side": Mutant(
+        SRC + "dataset.py",
+        '"clip_fraction": ((ratio - 1).abs() > clip)',
+        '"clip_fraction": (ratio - 1 > clip)',
+        "test_dataset.py::the_loss_stops",
+        CONTROL,
+    ),
+    "records have the episodes of one rank": Mutant(
+        SRC + "splitting/experience.py",
+        "for share in episodes for number, ends in share.items()",
+        "for number, ends in episodes[0].items()",
+        "test_dataset.py::episodes_of_all_ranks",
         CONTROL,
     ),
     "an episode that is cut off ends": Mutant(
@@ -211,6 +256,13 @@ PROJECT = {
         "enumerate(valid.copy())",
         "enumerate(valid)",
         "test_dataset.py::were_taken_are_repeated",
+        CONTROL,
+    ),
+    "a resumed run collects its experience anew": Mutant(
+        SRC + "splitting/experience.py",
+        'self.rollout, self.environment_steps = state["rollout"], state["environment_steps"]',
+        'self.environment_steps = state["environment_steps"]',
+        "test_dataset.py::saved_is_restored",
         CONTROL,
     ),
     "a resumed environment may be another": Mutant(
@@ -253,6 +305,20 @@ PROJECT = {
         "self.film.add(vector, is_filmed and playing[0])",
         "self.film.add(vector, is_filmed and playing[0] and not (terminated | truncated)[0])",
         "test_dataset.py::whole_first_episode",
+        CONTROL,
+    ),
+    "an episode that has ended counts on": Mutant(
+        SRC + "evaluate.py",
+        "returns + rewards * playing",
+        "returns + rewards",
+        "test_evaluate.py::counts_every_sample_once",
+        CONTROL,
+    ),
+    "each rank writes the animation": Mutant(
+        SRC + "evaluate.py",
+        "on_main(lambda: self.film.save(Path(gif)))",
+        "self.film.save(Path(gif))",
+        "test_dataset.py::first_episode_is_filmed",
         CONTROL,
     ),
     "each rank plays every episode": Mutant(
@@ -422,8 +488,8 @@ PROJECT = {
 
 PACKAGE = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 STRATEGIES = "templates/parallelism/"
-PLAN = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/plan/"
 EFFECTS = "test_effects.py::each_setting_acts and "
+START = "test_start.py::part_and_one_block and "
 
 
 def unscaled(strategy: str, loss: str) -> Mutant:
@@ -434,6 +500,30 @@ def unscaled(strategy: str, loss: str) -> Mutant:
 
 # Caught by the template's own tests.
 TEMPLATE = {
+    "a message behind computation counts as exposed": Mutant(
+        PACKAGE + "benchmark/trace.py",
+        "exposed = subtract(union(messages), subtract(union(computing), union(waiting)))",
+        "exposed = union(messages)",
+        "test_benchmark.py::test_exposed_is_what",
+    ),
+    "backward is in forward as well": Mutant(
+        PACKAGE + "benchmark/steps.py",
+        'get("forward_backward", 0.0) - get("backward", 0.0)',
+        'get("forward_backward", 0.0)',
+        "test_benchmark.py::test_the_parts_sum_up",
+    ),
+    "the stall of a save has the time until it is written": Mutant(
+        PACKAGE + "benchmark/saving.py",
+        "    stall = time.perf_counter() - start\n    trainer.checkpointer.wait()\n",
+        "    trainer.checkpointer.wait()\n    stall = time.perf_counter() - start\n",
+        "test_benchmark.py::test_training_stands_still",
+    ),
+    "throughput of other settings is compared": Mutant(
+        PACKAGE + "benchmark/records.py",
+        '(old["settings"], old["device"]) == (new["settings"], new["device"])',
+        "True",
+        "test_benchmark.py::test_world_sizes_are_compared",
+    ),
     "a slug may be a module's name": Mutant(
         "cookiecutter.json", '"torch", ', "", "test_answers.py::test_no_slug_is_the_name"
     ),
@@ -634,19 +724,19 @@ TEMPLATE = {
     ),
     # What `plan` says
     "plan: memory is not returned": Mutant(
-        PLAN + "ledger.py",
+        PACKAGE + "plan/ledger.py",
         "        self.memory -= self.alive.pop(key).size\n",
         "        self.alive.pop(key)\n",
         "test_plan.py::real_ranks_take and ddp and language",
     ),
     "plan: gathered weights are not freed": Mutant(
-        PLAN + "ledger.py",
+        PACKAGE + "plan/ledger.py",
         "                allocation = self.note(storage)\n",
         "                allocation = self.alive[storage._cdata]\n",
         "test_plan.py::real_ranks_take and fsdp and language",
     ),
     "plan: the messages of all steps are counted": Mutant(
-        PLAN + "simulate.py",
+        PACKAGE + "plan/simulate.py",
         "            ledger.begin_step()\n",
         "",
         "test_plan.py::real_ranks_take and ddp and language",
@@ -658,7 +748,29 @@ TEMPLATE = {
         "test_plan.py::real_ranks_take and pipeline and language",
     ),
     "plan: what does not fit is no failure": Mutant(
-        PLAN + "report.py", 'return 0 if record["fits"] is not False else 1', "return 0", "test_plan.py::does_not_fit"
+        PACKAGE + "plan/report.py", 'return 0 if record["fits"] is not False else 1', "return 0", "test_plan.py::does_not_fit"
+    ),
+    # Memory
+    "blocks are sharded when all are built": Mutant(
+        PACKAGE + "splitting/blocks.py", "        _place_fn(block)\n", "        pass\n", START + "fsdp-4"
+    ),
+    "pipeline: blocks of other ranks are kept": Mutant(
+        STRATEGIES + "pipeline/parallel.py",
+        'if self.holds(next(numbers)) else "meta")',
+        "if self.holds(next(numbers)) or True else self.device)",
+        START + "pipeline-4",
+    ),
+    "an outline draws the weights of the model": Mutant(
+        STRATEGIES + "shared/sequence.py",
+        'with restored_generators(), torch.device("meta"), placing',
+        "with placing",
+        START + "pipeline-4",
+    ),
+    "what is loaded stays in memory": Mutant(
+        PACKAGE + "checkpoint/state_dict.py",
+        "        whole = buffer[: sizes[name]].view(dtype).view(shape)\n",
+        "        whole = torch.empty(shape, dtype=dtype, device=device)\n        outline.append(whole)\n",
+        START + "fsdp-4",
     ),
     # Trackers
     "a branch of a run has its identity": Mutant(
@@ -691,6 +803,24 @@ TEMPLATE = {
         "pass",
         "test_trackers.py::outcome_is_how",
     ),
+    "a record that W&B gets takes the place of another": Mutant(
+        "templates/tracker/wandb/follow.py",
+        "if row > self.row or split in self.splits:",
+        "if row > self.row:",
+        "test_trackers.py::a_resumed_run_online",
+    ),
+    "pictures that did not reach W&B are never sent": Mutant(
+        "templates/tracker/wandb/follow.py",
+        'if self.splits or "curves" not in self.known:',
+        "if self.splits:",
+        "test_trackers.py::a_resumed_run_online",
+    ),
+    "a stop signal to make ends only a shell": Mutant(
+        "{{cookiecutter.project_slug}}/Makefile",
+        "exec env PYTHON=",
+        "PYTHON=",
+        "test_install.py::a_stop_signal_to_make",
+    ),
     "an exercise shows a line that is no longer there": Mutant(
         "{{cookiecutter.project_slug}}/docs/exercises.md",
         "-        self.sampler.set_epoch(epoch, start=progress.samples)",
@@ -705,5 +835,27 @@ TEMPLATE = {
     ),
     "all jobs of an array take the first line": Mutant(
         "templates/cluster/slurm/train.sbatch", '"${SLURM_ARRAY_TASK_ID}p"', "1p", "test_sweep.py::each_job_of_an_array"
+    ),
+    # Nothing lost, nothing silent
+    "a file gets its name before it is on the disk": Mutant(
+        PACKAGE + "runtime/files.py", "            os.fsync(file.fileno())\n", "", "test_files.py::is_on_the_disk"
+    ),
+    "ranks wait for a save as long as for a step": Mutant(
+        PACKAGE + "train.py",
+        "runtime.timeout(self.config.checkpoint.timeout_seconds)",
+        "runtime.timeout(0)",
+        "test_train.py::ranks_wait_for_a_save",
+    ),
+    "all buffers are averaged": Mutant(
+        PACKAGE + "splitting/sums.py",
+        "isinstance(part, nn.modules.batchnorm._NormBase)",
+        "buffer.is_floating_point()",
+        "test_replicas.py::only_batch_norm",
+    ),
+    "a crafted shard is refused at length": Mutant(
+        PACKAGE + "checkpoint/sharded.py",
+        'f"{message}: {first_line(first)}"',
+        'f"{message}: {first}"',
+        "test_hostile.py::damaged_and_crafted and sharded",
     ),
 }

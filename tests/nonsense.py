@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import resource
 import sys
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def refusal(lab: Lab, *words: str) -> str | None:
     return None
 
 
-def judge_settings(lab: Lab, left_out: list[str], wrong: list[str]) -> list[tuple[str, str]]:
+def judge_settings(lab: Lab, left_out: list[str], wrong: list[str], outcomes: Counter[str]) -> list[tuple[str, str]]:
     """Give every setting of all sections but some every value; returns what is accepted."""
     arguments = lab.module("launch.arguments")
     arguments.build_parser = functools.lru_cache(arguments.build_parser)
@@ -62,6 +63,7 @@ def judge_settings(lab: Lab, left_out: list[str], wrong: list[str]) -> list[tupl
         for field, value in itertools.product(() if section in left_out else fields(kind), VALUES):
             name = f"{section}.{field.name}"
             line = refusal(lab, f"--{name}={value}")
+            outcomes["setting: accepted" if line is None else "setting: refused"] += 1
             if line is None:
                 accepted.append((name, value))
             # It names the setting, or says in other words what it is.
@@ -72,9 +74,9 @@ def judge_settings(lab: Lab, left_out: list[str], wrong: list[str]) -> list[tupl
     return accepted
 
 
-def judge_variables(lab: Lab, wrong: list[str]) -> int:
-    """Give every variable of every launcher every value, and take it away; returns how many are refused."""
-    environment, user_error, refused = lab.module("launch.environment"), lab.module("config").UserError, 0
+def judge_variables(lab: Lab, wrong: list[str], outcomes: Counter[str]) -> None:
+    """Give every variable of every launcher every value, and take it away."""
+    environment, user_error = lab.module("launch.environment"), lab.module("config").UserError
     for variables in (TORCHRUN, OPEN_MPI, HYDRA, SRUN):
         for name, value in itertools.product(variables, [None, *ODD]):
             given = variables | ({} if value is None else {name: value})
@@ -83,17 +85,17 @@ def judge_variables(lab: Lab, wrong: list[str]) -> int:
             try:
                 info = environment.find_process_info(given)
             except user_error as error:
-                refused += 1
+                outcomes["variable: refused"] += 1
                 if "\n" in str(error):
                     wrong.append(f"{name} = {value}: {error}")
             except Exception as error:
                 wrong.append(f"{name} = {str(value)[:20]}: {type(error).__name__}: {error}")
             else:
+                outcomes["variable: accepted"] += 1
                 on_one_machine = info.local_world_size == info.world_size
                 is_possible = 0 <= info.local_rank <= info.rank < info.world_size >= info.local_world_size
                 if not is_possible or (on_one_machine and info.rank != info.local_rank):
                     wrong.append(f"{name} = {value}: {info}")
-    return refused
 
 
 def train(lab: Lab, folder: Path, words: tuple[str, ...]) -> None:
@@ -104,9 +106,8 @@ def train(lab: Lab, folder: Path, words: tuple[str, ...]) -> None:
     lab.module("__main__").main(["train", *BASE[lab.task].split(), *words])
 
 
-def judge_runs(lab: Lab, accepted: list[tuple[str, str]], wrong: list[str]) -> int:
-    """Train with what is accepted; returns how many runs come to their end."""
-    finished = 0
+def judge_runs(lab: Lab, accepted: list[tuple[str, str]], wrong: list[str], outcomes: Counter[str]) -> None:
+    """Train with what is accepted: each run comes to its end, or is refused when the value meets the data."""
     for number, (name, value) in enumerate(accepted):
         if name in TEXTS or name.split(".")[0] in ("model", "dataset", "control", "generate"):
             continue
@@ -120,21 +121,20 @@ def judge_runs(lab: Lab, accepted: list[tuple[str, str]], wrong: list[str]) -> i
         child.join()
         errors = (folder / "stderr").read_text().splitlines()
         lines = [line for line in errors if line.startswith("error: ")]
-        finished += child.exitcode == 0
+        outcomes["run: finished" if child.exitcode == 0 else "run: refused"] += 1
         if not (child.exitcode == 0 or (child.exitcode == 2 and len(lines) == 1 and "Traceback" not in str(errors))):
             wrong.append(f"{name} = {value[:20]}: exit code {child.exitcode}: {errors[-1:]}")
-    return finished
 
 
 def main(package: str, task: str, folder: Path, left_out: list[str], trains: bool) -> None:
     """Write what went wrong, and how much was refused and accepted, into the folder."""
-    lab, wrong = Lab(package, task, folder), list[str]()
-    accepted = judge_settings(lab, left_out, wrong)
-    counts = {"accepted": len(accepted), "refused variables": judge_variables(lab, wrong)}
+    lab, wrong, outcomes = Lab(package, task, folder), list[str](), Counter[str]()
+    accepted = judge_settings(lab, left_out, wrong, outcomes)
+    judge_variables(lab, wrong, outcomes)
     if trains:
         lab.module("train")  # Imported before the children are forked.
-        counts["finished"] = judge_runs(lab, accepted, wrong)
-    (folder / "outcome.json").write_text(json.dumps({"wrong": wrong, "counts": counts, "accepted": accepted}))
+        judge_runs(lab, accepted, wrong, outcomes)
+    (folder / "outcome.json").write_text(json.dumps({"wrong": wrong, "outcomes": outcomes, "accepted": accepted}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from chaos import Chain, Outcome, Projects, other_faults, table
+from chaos import Chain, Outcome, Projects, count_exits, other_faults, table
 from conftest import CHOICES, Bake, run
 from faults import Fault
 from runs import ENDLESS, SHORT, edit, find_marked_processes, losses, records, small, started, wait_for_step, wait_until
@@ -118,6 +118,24 @@ def test_faults_of_a_project_are_found(tmp_path: Path) -> None:
     chain = Chain("ddp", "torchrun", [Fault("kill rank", "forward", 1, 5), Fault("kill all", "forward", 0, 100)], 0.1)
     first, second = chain.play(Projects(tmp_path, spoil))
     assert (set(first.wrong), set(second.wrong)) == ({"bitwise", "named", "clean"}, {"bitwise", "fired"})
+
+
+def test_runs_that_do_not_end_well_are_counted(tmp_path: Path) -> None:
+    """Those of torchrun leave a file."""
+
+    def spoil(project: Path) -> None:
+        if (package := next((project / "src").iterdir())) and (package / "launch/agent.py").exists():
+            edit(
+                project,
+                "train.py",
+                "        self.checkpointer = ",
+                '        __import__("tempfile").mkstemp()\n        self.checkpointer = ',
+            )
+
+    counts, (wrong,) = count_exits(Projects(tmp_path, spoil), launches=2)
+    rows = [line.split() for line in counts.splitlines()]
+    assert rows[1:3] == [["ddp", "torchrun", "1", "0"], ["ddp", "spawn", "1", "1"]] and rows[-1] == ["all", "2", "1"]
+    assert "exit code 0, leaves ['/" in wrong
 
 
 def test_of_two_jobs_that_start_in_one_run_directory_one_trains(plain: Path, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ ELSEWHERE = {
     **dict.fromkeys(("runs/", "config.yaml", "provenance.json", "metrics.jsonl"), "what a run leaves"),
     **dict.fromkeys(("curves.png", "confusion.png", "misread.png", "samples.txt", "episode.png"), "what a run leaves"),
     **dict.fromkeys(("step-*.pt", "step-*.dcp", "tensorboard/"), "what a run leaves"),
+    **dict.fromkeys(("benchmark.json", "benchmark.png"), "what benchmark leaves"),
+    **dict.fromkeys(("trace-rank0.json", "trace-rank1.json", "snapshot-rank0.pickle"), "what benchmark leaves"),
     **dict.fromkeys(("wandb/", "../mlflow.db", "../mlflow/"), "what a run leaves"),
     ".venv/bin/wandb sync runs/default/wandb/offline-run-*": "needs an account",
     "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db": "of the whole of mlflow",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Bake
-from runs import SHORT, alone, checkpoints, launch, losses, plant, records, small_disk
+from conftest import run as run_program
+from runs import SHORT, alone, checkpoints, edit, launch, losses, plant, records, small, small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -129,3 +131,48 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(project: Pa
     ballast.unlink()
     assert "step 3 of 6" in alone(project, *words, "--model.width", "16").stdout
     assert len(losses(run)) == 6
+
+
+def test_a_disk_that_is_full_at_a_log_line_is_named(bake: Bake, tmp_path: Path) -> None:
+    project, run = bake(), tmp_path / "run"
+    edit(project, "reporting/tracker.py", 'open(path, "a", ', 'open("/dev/full", "a", ')
+    full = launch(project, "train", *SHORT, "--run.dir", run, expect=2).stderr
+    assert f"error: [Errno 28] No space left on device: '{run}/metrics.jsonl'" in full.splitlines()
+    assert "Traceback" not in full and len(full.splitlines()) <= 2, full
+
+
+# What is renamed to its final name has to be on the disk before; a file keeps its number when its folder is renamed.
+SYNC = """
+import os, sys
+from pathlib import Path
+synced, sync, replace = set(), os.fsync, os.replace
+
+def note(descriptor):
+    synced.add(os.fstat(descriptor).st_ino)
+    sync(descriptor)
+
+def check(source, target):
+    files = [Path(source), *Path(source).rglob("*")]
+    lost = [path.name for path in files if path.is_file() and path.stat().st_ino not in synced]
+    print("replaced", Path(target).name, *lost)
+    replace(source, target)
+
+os.fsync, os.replace = note, check
+from my_experiment.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_file_is_on_the_disk_before_it_gets_its_name(baked: Bake, tmp_path: Path, form: str) -> None:
+    project, texts, cache = baked(task="language"), tmp_path / "texts", tmp_path / "cache"
+    texts.mkdir()
+    (texts / "text.txt").write_text("some text, again and again\n" * 3000)
+    words = [*SHORT, "--dataset.path", texts, "--dataset.cache", cache, "--checkpoint.format", form]
+    command = small(project, "train", *words, "--run.dir", tmp_path / "run")
+    done = run_program(sys.executable, "-c", SYNC, *command, cwd=project, PYTHONPATH="src")
+    replaced = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("replaced ")]
+    text = next(cache.iterdir()).name
+    names = {"config.yaml", "provenance.json", "metrics.jsonl", "curves.png", "samples.txt", text}
+    assert names | {f"step-00000006.{'pt' if form == 'full' else 'dcp'}"} <= {name for name, *_ in replaced}
+    assert [lost for _, *lost in replaced if lost] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import CHOICES, TEMPLATE, Bake, run
 from documents import fences
+from runs import started, wait_until
 from test_project import normalize, read_constraints
 
 INDEX = "https://download.pytorch.org/whl/"
@@ -81,6 +83,22 @@ def test_uv_is_used_where_it_is_installed(bake: Bake, tmp_path: Path) -> None:
     (programs / "uv").write_text(FAKE)
     (programs / "uv").chmod(0o755)
     assert f"{programs}/uv pip install" in planned() and ".venv/bin/pip install" not in planned()
+
+
+def test_a_stop_signal_to_make_reaches_the_launcher(bake: Bake, tmp_path: Path) -> None:
+    """So the run saves; it would train on if the signal ended a shell between them."""
+    project, launched = bake(), tmp_path / "launched"
+    (project / ".venv").mkdir()
+    (project / ".venv/installed").touch()
+    (project / "scripts/launch.sh").write_text(f"#!/bin/sh\necho $$ $PYTHON >{launched}\nexec sleep 100\n")
+    with started("make", "train", cwd=project, log=tmp_path / "log") as make:
+        wait_until(lambda: launched.exists() and launched.read_text().endswith("\n"), "make has started it", 30)
+        number, python = launched.read_text().split()
+        assert python == ".venv/bin/python"
+        make.terminate()
+        make.wait(30)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,10 @@ SLURM = (
         ("RANK=2 WORLD_SIZE=2", "contradict"),
         ("RANK=0 WORLD_SIZE=2", "MASTER_ADDR"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=abc", "MASTER_PORT"),
-        (f"{SLURM} SLURM_NODEID=9", "SLURM_STEP_NUM_TASKS is set"),
+        (
+            f"{SLURM} SLURM_NODEID=9",
+            "SLURM_STEP_NUM_TASKS is set, but the launcher's other variables do not match it: no node 9",
+        ),
         (f"{SLURM} MASTER_PORT=abc", "MASTER_PORT is 'abc'"),
     ],
 )

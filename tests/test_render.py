@@ -31,7 +31,7 @@ def rendering() -> Rendering:
 def test_all_combinations_are_rendered_as_cookiecutter_does_it(rendering: Rendering, bake: Bake) -> None:
     one_license = [project for project in rendering.projects if project.answers["license"] == "MIT"]
     assert len(one_license) == 6 * 3 * 2 * 3 * 4 * 2
-    assert len(rendering.projects) - len(one_license) == 6 * 3 * 2 * 4
+    assert len(rendering.projects) - len(one_license) == (3 + 5) * 4 * 2 * 4
     # Together, these have every choice.
     chosen = [
         {name: values[i % len(values)] for name, values in CHOICES.items()} | {"license": "MIT"} for i in range(6)
@@ -40,6 +40,15 @@ def test_all_combinations_are_rendered_as_cookiecutter_does_it(rendering: Render
     for i, answers in enumerate(chosen):
         files = next(project.files for project in rendering.projects if project.answers == answers)
         assert {file.path: file for file in read(bake(str(i), **answers))} == files
+
+
+@pytest.mark.slow
+def test_all_combinations_of_every_license_have_no_other_files(rendering: Rendering) -> None:
+    """So that the tests of this file, which see some of them, check each distinct file."""
+    everything = Rendering(every_license=True)
+    assert len(everything.projects) == 6 * 3 * 2 * 3 * 4 * 2 * 5
+    known, found = ({(file.path, file.text) for file in some.texts()} for some in (rendering, everything))
+    assert found == known, sorted(path for path, _ in found - known)
 
 
 def test_every_branch_of_the_templates_is_taken(rendering: Rendering) -> None:
@@ -212,7 +221,7 @@ CHANGED = {
         *package(
             "model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py", "splitting/sums.py"
         ),
-        *package("reporting/__init__.py", "reporting/benchmark.py", "reporting/bubble.py"),
+        *package("benchmark/__init__.py", "benchmark/measure.py", "benchmark/table.py", "benchmark/bubble.py"),
         # What a simulation has to know of the strategy.
         *package("plan/layout.py"),
         # How many processes are started.
@@ -236,7 +245,7 @@ CHANGED = {
         *("tests/test_evaluate.py", "tests/test_experiment.py", "tests/test_training.py"),
         *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py", "launch/values.py"),
         *package("splitting/__init__.py", "splitting/environments.py", "splitting/experience.py"),
-        *package("splitting/policy.py", "reporting/benchmark.py", "reporting/curves.py"),
+        *package("splitting/policy.py", "benchmark/measure.py", "benchmark/steps.py", "reporting/curves.py"),
         *package("reporting/__init__.py", "reporting/pictures.py", "plan/report.py"),
     },
     "launcher": {

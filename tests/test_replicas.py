@@ -69,6 +69,33 @@ def test_tensors_are_compared_bit_for_bit(plain: Path) -> None:
     assert run(sys.executable, "-c", COMPARE, cwd=plain, PYTHONPATH="src").stdout == "True\n"
 
 
+BUFFERS = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from my_experiment.splitting import average_buffers
+rank = int(os.fork() > 0)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=rank, world_size=2)
+model = nn.Sequential(nn.BatchNorm1d(1), nn.Identity())
+model[0].running_mean += rank
+model[1].register_buffer("scale", torch.tensor([5.0 + rank]))
+model[1].register_buffer("count", torch.tensor([5 + rank]))
+average_buffers(model, None, 2)
+with open(f"{sys.argv[1]}/{rank}", "w") as file:
+    print(*(float(value) for value in (model[0].running_mean, model[1].scale, model[1].count)), file=file)
+dist.destroy_process_group()
+if rank:
+    os.wait()
+"""
+
+
+def test_only_batch_norm_statistics_are_averaged(plain: Path, tmp_path: Path) -> None:
+    """Other floating-point buffers become those of the first rank; whole numbers are left alone."""
+    run(sys.executable, "-c", BUFFERS, tmp_path, cwd=plain, PYTHONPATH="src")
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["0.5 5.0 5.0\n", "0.5 5.0 6.0\n"]
+
+
 OTHER_DATA = {  # What a rank does with its labels, and what the message says of it.
     "self.labels[: 1400 + rank]": "has 1400 samples on rank 0 and 1401 on rank 1",
     "self.labels + rank * (self.labels == self.labels[len(self.labels) // 2])": "sample 718 of Digits is not the same",

@@ -198,11 +198,13 @@ from my_experiment.model import build_model
 from my_experiment.parallel import Parallel
 from my_experiment.runtime import process_group
 config = Config()
-with process_group(config.distributed, devices_per_rank=1) as process:
+def build():
     model = build_model(config.model)
     for parameter in model.stem.parameters():
         parameter.requires_grad_(False)
-    module = Parallel(model, loss_fn, config, process).module
+    return model
+with process_group(config.distributed, devices_per_rank=1) as process:
+    module = Parallel(build, loss_fn, config, process).module
     print(*(name for name, parameter in module.named_parameters() if not parameter.requires_grad))
     del module
 """
@@ -261,14 +263,33 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(bake: Bake, tmp_pat
     assert state["scaler"]["scale"] == 2.0**15
 
 
-def test_the_benchmark_reports_time_memory_and_bubble(baked: Bake, tmp_path: Path) -> None:
-    arguments = ("benchmark", "--train.max_steps", "3", "--distributed.device", "cpu", "--run.dir", tmp_path / "run")
-    printed = json.loads(launch(baked(parallelism="pipeline"), *arguments).stdout.splitlines()[-1])
-    assert printed["samples_per_second"] > 0 and printed["world_size"] == len(printed["ranks"]) == 2
+BENCHMARKS = [("pipeline", "digits"), ("fsdp", "language"), ("ddp", "control")]
+RARE = [("model_parallel", "digits"), ("tensor", "language"), ("data_parallel", "digits")]
+
+
+@pytest.mark.parametrize(("parallelism", "task"), leave_to_weekly([*BENCHMARKS, *RARE], RARE))
+def test_the_benchmark_reports_a_step(baked: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
+    steps = "12" if task == "control" else "3"  # Experience is collected every 12 steps.
+    arguments = ("benchmark", "--train.max_steps", steps, "--distributed.device", "cpu", "--run.dir", tmp_path / "run")
+    nproc = world_size(parallelism)
+    done = launch(baked(parallelism=parallelism, task=task), *arguments, nproc=nproc)
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert printed["samples_per_second"] > 0 and printed["world_size"] == len(printed["ranks"]) == nproc
+    assert ("tokens_per_second" in printed) == (task == "language")
+    assert printed["flops_per_step"] > 0
+    assert 0 < printed["saves"]["sharded"]["stall_seconds"] <= printed["saves"]["sharded"]["seconds"]
+    assert len(printed["collectives"]) == (4 if nproc > 1 else 0)
     for rank in printed["ranks"]:
-        times = rank["ms_per_step"]
-        assert 0 < times["computing"] < times["schedule"] <= times["forward_backward"] < times["whole_step"]
+        times, parts = rank["ms_per_step"], rank["parts_ms"]
+        assert 0 < times["backward"] < times["forward_backward"] < times["whole_step"]
+        assert min(parts.values()) >= 0 and parts["forward"] > 0 and parts["backward"] > 0
+        assert sum(parts.values()) == pytest.approx(times["whole_step"], rel=0.2)
         assert rank["peak_memory_mib"] > 0
-    assert printed["bubble_expected"] == pytest.approx(1 / 9, abs=1e-4)  # Two stages, eight micro-batches.
-    assert 0 < printed["bubble_measured"] < 1
-    assert not (tmp_path / "run").exists()
+    if parallelism == "pipeline":
+        assert all(0 < each["ms_per_step"]["computing"] < each["ms_per_step"]["schedule"] for each in printed["ranks"])
+        assert printed["bubble_expected"] == pytest.approx(1 / 9, abs=1e-4)  # Two stages, eight micro-batches.
+        assert 0 < printed["bubble_measured"] < 1
+    if task == "control":
+        assert 0 < printed["stepping_share"] < printed["collecting_share"] < 1
+        assert printed["environment_steps_per_second"] > 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "benchmark.json", "benchmark.png"}

@@ -152,6 +152,31 @@ def test_ranks_in_different_collectives_report_the_mismatch(bake: Bake, symptom:
     assert "rank 0 waited at parallel.py" in output or "rank 1 waited at train.py" in output
 
 
+EXPLAIN = """
+import os
+from pathlib import Path
+from my_experiment.runtime.failures import Report, explain, record_collectives
+one, same, other = (Report(True, f"train.py:{line}, log", "timed out") for line in (1, 1, 2))
+print(explain({0: one, 1: same}, 2, "after step 3", False))
+print(explain({0: one, 1: other}, 2, "after step 3", False))
+record_collectives(Path("runs/default"))
+print(os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"], os.environ["TORCH_FR_DUMP_TEMP_FILE"])
+"""
+
+
+def test_only_ranks_that_waited_at_different_lines_are_said_to_be_in_different_collectives(plain: Path) -> None:
+    """What NCCL's watchdog writes has the name that the README's command reads."""
+    done = run(sys.executable, "-c", EXPLAIN, cwd=plain, PYTHONPATH="src").stdout.splitlines()
+    assert done == [
+        "after step 3, all ranks waited at train.py:1, log: a message took longer than distributed.timeout_seconds, or "
+        "the connection between them broke",
+        "after step 3, the ranks waited for each other in different collectives: rank 0 waited at train.py:1, log; "
+        "rank 1 waited at train.py:2, log",
+        "1 runs/default/collectives_",
+    ]
+    assert "fr_trace runs/default --prefix collectives_`" in (plain / "README.md").read_text()
+
+
 # Arguments of plant(): a layer that the forward pass does not use.
 UNUSED_LAYER = "        self.linear = nn.Linear(width, CLASSES)\n", "self.spare = nn.GroupNorm(1, 1)"
 

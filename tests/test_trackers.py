@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -76,6 +78,9 @@ def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tm
     last = killed + 20
     # Whatever is late is sent by the same command, which finds the run done.
     outputs = [launch(project, *words, "--train.max_steps", str(last)) for _ in range(2)]
+    if service == "wandb":
+        (upload,) = re.findall(r"to upload it: (\S+) sync (\S+)$", outputs[1].stderr, re.MULTILINE)
+        assert [(project / path).exists() for path in upload] == [True, True]
     assert f"step {last} of {last}" in outputs[1].stdout and "warning" not in outputs[1].stderr
     assert run_id(folder) == first_id
     # What ``evaluate`` may add: another split, and an earlier step at the end.
@@ -92,6 +97,7 @@ def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tm
         wanted = [(record["step"], pytest.approx(record["loss"])) for record in of_split]
         assert len(wanted) == (last if event == "train" else len({*range(50, last, 50), last}))
         assert points(tracked, f"{split}/loss") == wanted
+        print(f"{service}, killed after step {killed}: {len(wanted)} records of {event} written, and read back once")
     assert [loss for _, loss in points(tracked, "validation/loss") + points(tracked, "other/loss")] == [1.5, 1.5]
     names = {name for _, row in tracked["rows"] for name in row}
     assert service == "mlflow" or "curves/path" in names
@@ -157,6 +163,65 @@ def test_a_library_that_fails_or_hangs_costs_one_warning(bake: Bake, tmp_path: P
     assert ("was not done 3 s" in warnings[0]) == (fault == "hanging")
     log = (tmp_path / "run" / "tracker.log").read_text()
     assert "secret" not in stderr + log and (fault == "hanging" or "Traceback" in log)
+
+
+# A W&B that is online: it keeps what it gets in a file, and goes offline before the first picture arrives.
+ONLINE = """
+import json, os
+from pathlib import Path
+STATE = Path(os.environ["STATE"])
+
+class Error(Exception): pass
+
+def init(**options): return Run()
+
+def Settings(**options): pass
+
+def Image(path): return path
+
+class Run:
+    def __init__(self):
+        self.rows = json.loads(STATE.read_text()) if STATE.exists() else []
+        self.step, self.resumed = max([row for row, _ in self.rows], default=-1) + 1, STATE.exists()
+        self.config = type("Config", (), {"update": lambda *_, **options: None})
+        self.summary = {name: value for _, row in self.rows for name, value in row.items()}
+
+    def log(self, values, step):
+        if "curves" in values and "BROKEN" in os.environ:
+            raise Error("the line is down")
+        self.rows.append((step, values))
+        STATE.write_text(json.dumps(self.rows))
+
+    def save(self, *_, **options): pass
+
+    def finish(self, exit_code): pass
+"""
+
+
+def test_a_resumed_run_online_gets_what_it_lacks_and_nothing_twice(bake: Bake, tmp_path: Path) -> None:
+    """The program that sends, alone."""
+    folder, state = tmp_path / "run", tmp_path / "state"
+    folder.mkdir()
+    (tmp_path / "wandb.py").write_text(ONLINE)
+    (folder / "config.yaml").write_text("run: {seed: 0}\n")
+    (folder / "provenance.json").write_text('{"run_id": "a"}\n')
+    (folder / "curves.png").touch()
+    program = bake(tracker="wandb") / "src/my_experiment/reporting/follow.py"
+    environment = {"WANDB_MODE": "online", "STATE": str(state), "PYTHONPATH": str(tmp_path)}
+
+    def send(steps: int, **more: str) -> list[tuple[int, float | str]]:
+        """Send the first ``steps`` records; return the rows that W&B then has, with their losses or pictures."""
+        lines = [json.dumps({"event": "train", "step": step, "loss": step}) for step in range(steps)]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        words = (sys.executable, "-P", program, folder)
+        variables = os.environ | environment | more
+        subprocess.run(words, input="finished", env=variables, capture_output=True, text=True, timeout=60)
+        return [(row, values.get("train/loss", "curves")) for row, values in json.loads(state.read_text())]
+
+    assert send(2, BROKEN="yes") == [(0, 0), (1, 1)]
+    assert send(2) == [(0, 0), (1, 1), (2, "curves")]
+    assert send(2) == [(0, 0), (1, 1), (2, "curves")]
+    assert send(4)[3:] == [(3, 2), (4, 3), (4, "curves")]
 
 
 # Notes the outcome, and takes a while.

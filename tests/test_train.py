@@ -334,6 +334,16 @@ def test_a_rank_that_hangs_ends_the_job(bake: Bake, tmp_path: Path) -> None:
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2]
 
 
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_ranks_wait_for_a_save_that_takes_longer_than_a_step_may(bake: Bake, tmp_path: Path, form: str) -> None:
+    slow = bake(launcher="spawn")
+    plant(slow, "runtime/files.py", "        with disk_errors(temporary), open(", "__import__('time').sleep(2.5)")
+    words = ("--distributed.timeout_seconds", "1", "--checkpoint.every_steps", "3", "--checkpoint.format", form)
+    launch(slow, "train", *SHORT, *words, "--train.eval_every", "null", "--run.dir", tmp_path)
+    assert [record["step"] for record in records(tmp_path, "train")] == list(range(1, 7))
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of processes in /proc")
 def test_a_run_directory_in_use_is_rejected(plain: Path, tmp_path: Path) -> None:
     folder, log, mark = tmp_path / "run", tmp_path / "log", str(tmp_path)

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from .config import Config
+from .model import blocks
 from .runtime import Process
-from .splitting import split_batch
-from .strategy import LossFn, Strategy
+from .splitting import build_by_block, split_batch
+from .strategy import BuildFn, LossFn, Strategy
 
 
 class Parallel(Strategy):
     """The model under nn.DataParallel."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
         super().__init__(loss_fn, config, process, dp_rank=0)
         devices = None if config.parallel.devices is None else list(range(config.parallel.devices))
+        # Each block moves to the device when it is built, so that the whole model is never on the CPU as well.
+        model, _ = build_by_block(build, blocks, config.train, lambda block: block.to(self.device))
         self.module = model.to(self.device)
         self.copies = nn.DataParallel(self.module, devices if self.device.type != "cpu" else None)
 

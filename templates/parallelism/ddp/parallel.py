@@ -14,24 +14,25 @@ from torch.nn.parallel import DistributedDataParallel
 from .config import Config, UserError
 from .model import blocks
 from .runtime import Process
-from .splitting import name_some, prepare_blocks, split_batch
-from .strategy import LossFn, Strategy
+from .splitting import build_by_block, name_some, split_batch
+from .strategy import BuildFn, LossFn, Strategy
 
 
 class Parallel(Strategy):
     """The model under DDP."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
         super().__init__(loss_fn, config, process, dp_rank=process.rank)
         layout, on_cpu = config.parallel, self.device.type == "cpu"
+        # Each block moves to the device when it is built, so that the whole model is never on the CPU as well.
+        model, _ = build_by_block(build, blocks, config.train, lambda block: block.to(self.device))
         if layout.sync_batch_norm:
             if on_cpu and process.world_size > 1:
                 raise UserError("parallel.sync_batch_norm needs accelerators: SyncBatchNorm does not support the CPU")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        prepare_blocks(blocks(model.to(self.device)) or [model], config.train)
-        self.module = model
+        self.module = model.to(self.device)
         self.ddp = DistributedDataParallel(
-            model,
+            self.module,
             device_ids=None if on_cpu else [self.device],
             # Buffers are averaged before they are used (Strategy.average_buffers), not broadcast in every forward.
             forward_sync_buffers=False,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from .config import Config, ParallelConfig
 from .model import blocks
 from .runtime import Process
-from .splitting import prepare_blocks, split_batch
-from .strategy import LossFn, Strategy
+from .splitting import build_by_block, split_batch
+from .strategy import BuildFn, LossFn, Strategy
 
 
 class Parallel(Strategy):
@@ -26,13 +26,21 @@ class Parallel(Strategy):
 
     waits_in_forward = True
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
         super().__init__(loss_fn, config, process, dp_rank=process.rank)
-        prepare_blocks(blocks(model) or [model], config.train)
+        layout, mesh = config.parallel, build_mesh(config.parallel, process)
         # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        self.module = model
-        self.fsdp = shard(model, build_mesh(config.parallel, process), policy, config.parallel)
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if layout.cpu_offload else OffloadPolicy()
+        shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        # Each block, when it is built, moves to the device and is sharded, so that the whole model is never on it, nor
+        # on the CPU. It is then gathered as a unit; parameters outside of blocks are sharded at the root.
+        shard_block = partial(shard, reshard_after_forward=layout.reshard_after_forward)
+        self.module, parts = build_by_block(build, blocks, config.train, shard_block)
+        self.fsdp = shard(self.module)
+        if parts and isinstance(last := parts[-1], FSDPModule):
+            # Its backward follows its forward at once, so its weights stay.
+            last.set_reshard_after_forward(False, recurse=False)
 
     def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
         pieces = split_batch((inputs, targets), self.microbatches)
@@ -59,15 +67,3 @@ def build_mesh(config: ParallelConfig, process: Process) -> DeviceMesh:
         return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("shard",))
     shape = (config.replicas, process.world_size // config.replicas)
     return init_device_mesh(process.device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, config: ParallelConfig) -> FSDPModule:
-    """Shard each block, which is then gathered as a unit; parameters outside of blocks are sharded at the root."""
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
-    # Each block moves to the device separately, so that the whole model is never on it.
-    shard_module = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    parts = blocks(model)
-    for block in parts:
-        # The backward of the last one follows its forward at once, so its weights stay.
-        shard_module(block, reshard_after_forward=config.reshard_after_forward and block is not parts[-1])
-    return shard_module(model)

@@ -4,9 +4,10 @@ Each rank has its own devices and holds a copy of the model. The ranks read shar
 gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,22 +16,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import Config, UserError
 from .runtime import Process
-from .splitting import balance, check_sequence, name_some, prepare_blocks, split_batch, to_device
-from .strategy import LossFn, Strategy
+from .splitting import balance, build_by_block, build_outline, name_some, split_batch, to_device
+from .strategy import BuildFn, LossFn, Strategy
 
 
 class Parallel(Strategy):
     """The model on this rank's devices, the first of which takes the inputs."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
         super().__init__(loss_fn, config, process, dp_rank=process.rank)
         layout = config.parallel
-        blocks = check_sequence(model)
-        prepare_blocks(blocks, config.train)
-        place_blocks(blocks, list_devices(self.device, layout.devices), layout.split)
-        self.module = model
+        # Each block moves to its device when it is built, so that the whole model is never on the CPU.
+        devices = assign_devices(build_outline(build), list_devices(self.device, layout.devices), layout.split)
+        place_next = partial(move_block, devices)
+        self.module, _ = build_by_block(build, nn.Module.children, config.train, place_next)
         self.ddp = DistributedDataParallel(
-            model,
+            self.module,
             device_ids=None,  # The parameters are on several devices already.
             # Buffers are averaged before they are used (Strategy.average_buffers), not broadcast in every forward.
             forward_sync_buffers=False,
@@ -69,13 +70,19 @@ def list_devices(first: torch.device, count: int) -> list[torch.device]:
     return [torch.device(first.type, (first.index + i) % torch.accelerator.device_count()) for i in range(count)]
 
 
-def place_blocks(sequence: nn.Sequential, devices: Sequence[torch.device], split: Sequence[int] | None) -> None:
-    """Move consecutive blocks to each device, and make each block move its input to its device."""
-    weights = [sum(p.numel() for p in block.parameters()) for block in sequence]
-    blocks = iter(sequence)
+def assign_devices(
+    outline: nn.Sequential, devices: Sequence[torch.device], split: Sequence[int] | None
+) -> Iterator[torch.device]:
+    """Yield the device of each block: consecutive blocks are on the same one."""
+    weights = [sum(p.numel() for p in block.parameters()) for block in outline.children()]
     for device, length in zip(devices, split or balance(weights, len(devices)), strict=True):
-        for _ in range(length):
-            next(blocks).to(device).register_forward_pre_hook(partial(move_input, device))
+        yield from repeat(device, length)
+
+
+def move_block(devices: Iterator[torch.device], block: nn.Module) -> None:
+    """Move a block to the next of the ``devices``, and make it move its input there."""
+    device = next(devices)
+    block.to(device).register_forward_pre_hook(partial(move_input, device))
 
 
 def move_input(device: torch.device, block: nn.Module, inputs: tuple[Any, ...]) -> Any:

@@ -5,7 +5,6 @@ forwards and backwards. With several pipelines in parallel, each reads its share
 stages sum their gradients.
 """
 
-import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -24,13 +23,13 @@ from .splitting import (
     Stage,
     all_reduce_sum,
     assign_stages,
-    check_sequence,
-    prepare_blocks,
+    build_by_block,
+    build_outline,
     split_batch,
     split_into_stages,
     trace_stages,
 )
-from .strategy import LossFn, Strategy
+from .strategy import BuildFn, LossFn, Strategy
 
 
 class Parallel(Strategy):
@@ -38,7 +37,7 @@ class Parallel(Strategy):
 
     waits_in_forward = True
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
         self.config = config.parallel
         # The data dimension is the inner one: averaging gradients sends more bytes than passing activations.
         shape = (process.world_size // self.config.replicas, self.config.replicas)
@@ -47,15 +46,20 @@ class Parallel(Strategy):
         super().__init__(loss_fn, config, process, dp_rank, dp_group)
         self.pipeline, self.pipeline_rank = mesh["pipeline"].get_group(), mesh.get_local_rank("pipeline")
 
-        sequence = check_sequence(model)
         # All stages, without their weights: they give the shapes of the stages' outputs.
-        self.outline = split_into_stages(copy.deepcopy(sequence).to("meta"), self.config, shape[0])
+        self.outline = split_into_stages(build_outline(build), self.config, shape[0])
         self.owners = assign_stages(len(self.outline), shape[0], self.config.schedule)
-        prepare_blocks(sequence, config.train)
+        numbers = (index for index, blocks in enumerate(self.outline) for _ in blocks)
+
+        def move(block: nn.Module) -> None:
+            """Move the next block to the device; the weights of other ranks' blocks are dropped at once."""
+            block.to(self.device if self.holds(next(numbers)) else "meta")
+
+        sequence, _ = build_by_block(build, nn.Module.children, config.train, move)
         stages = enumerate(split_into_stages(sequence, self.config, shape[0]))
         own = {index: blocks for index, blocks in stages if self.holds(index)}
         named_blocks = OrderedDict(block for blocks in own.values() for block in blocks.named_children())
-        self.module = nn.Sequential(named_blocks).to(self.device)
+        self.module = nn.Sequential(named_blocks)
         # Under bf16, stages send half the bytes; fp16 would overflow where one process adds in fp32.
         sent = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
         self.dtypes = [sent] * (len(self.outline) - 1) + [torch.float32]

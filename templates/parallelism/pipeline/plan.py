@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from ..reporting import expected_bubble
+from ..benchmark import expected_bubble
 from .fakes import replaced
 from .messages import spans
 from .traits import Traits

@@ -30,9 +30,9 @@ class Stage(nn.Module):
             return self.blocks(x).to(self.dtype)
 
 
-def split_into_stages(model: nn.Sequential, config: ParallelConfig, pipeline_size: int) -> list[nn.Sequential]:
+def split_into_stages(model: nn.Module, config: ParallelConfig, pipeline_size: int) -> list[nn.Sequential]:
     """Split ``model`` into the stages of a pipeline of ``pipeline_size`` ranks; blocks keep their names."""
-    weights = [sum(p.numel() for p in block.parameters()) for block in model]
+    weights = [sum(p.numel() for p in block.parameters()) for block in model.children()]
     lengths = config.split or balance(weights, pipeline_size * config.stages())
     blocks = list(model.named_children())
     return [nn.Sequential(OrderedDict(blocks[a:b])) for a, b in pairwise([0, *accumulate(lengths)])]

@@ -1,19 +1,33 @@
 """Models that are split between the blocks of a sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
+import torch
 from torch import nn
 
 from ..config import UserError
+from .blocks import placing
+from .seeding import restored_generators
 
 
-def check_sequence(model: nn.Module) -> nn.Sequential:
-    """Return ``model`` if it is a sequence of blocks; reject any other."""
+def build_outline(build: Callable[[], nn.Module]) -> nn.Sequential:
+    """Build a sequence of blocks without their values, for which no random numbers are drawn; reject any other model.
+
+    Also rejects one that gives to ``place`` anything but its blocks, or only some of them.
+    """
+    placed: list[nn.Module] = []
+    with restored_generators(), torch.device("meta"), placing(placed.append):
+        model = build()
     if not isinstance(model, nn.Sequential):
         raise UserError(
             "{{ cookiecutter.parallelism }} splits a sequence of blocks, but build_model in model.py returns a "
             f"{type(model).__name__}; return an nn.Sequential whose blocks each take and return one tensor"
+        )
+    if placed and placed != list(model):
+        raise UserError(
+            f"build_model in model.py returns a sequence of {len(model)} blocks, but gives {len(placed)} modules to "
+            "place(); give it each block, in order, or none"
         )
     return model
 

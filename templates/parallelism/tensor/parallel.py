@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 from .config import Config, UserError
 from .model import blocks
 from .runtime import Process, get_rng_state, set_rng_state
-from .splitting import all_reduce_sum, prepare_blocks, split_batch
-from .strategy import LossFn, Strategy
+from .splitting import all_reduce_sum, build_by_block, split_batch
+from .strategy import BuildFn, LossFn, Strategy
 
 Replicated = tuple[nn.Module, str, Any]
 
@@ -32,19 +32,22 @@ class Parallel(Strategy):
 
     waits_in_forward = True
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, config: Config, process: Process) -> None:
+    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
         layout = config.parallel
         shape = (layout.replicas, process.world_size // layout.replicas)
         mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("data", "tensor"))
         dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
         super().__init__(loss_fn, config, process, dp_rank, dp_group)
         self.group, self.is_first = mesh["tensor"].get_group(), mesh.get_local_rank("tensor") == 0
-        check_plan(model)
-        prepare_blocks(blocks(model) or [model], config.train)
-        self.module = model
         self.replicated: list[Replicated] = []
-        for block in [*blocks(model), model]:  # One by one, so that the whole model is never on the device.
+
+        def parallelize(block: nn.Module) -> None:
             self.replicated += parallelize_block(block.to(self.device), mesh["tensor"], layout.sequence_parallel)
+
+        # Each block, when it is built, so that the whole model is never on the device, nor on the CPU.
+        self.module, _ = build_by_block(build, blocks, config.train, parallelize)
+        check_plan(self.module)
+        parallelize(self.module)
 
     def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
         for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):

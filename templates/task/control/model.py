@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 #:: endif ::#
 
 from .config import ModelConfig
+from .splitting import place
 
 
 class Layer(nn.Module):
@@ -85,10 +86,11 @@ def build_model(config: ModelConfig) -> nn.Sequential:
     """Build the model on the CPU, with weights drawn from PyTorch's global generator."""
     # Config has set them to those of the environment.
     assert config.observations is not None and config.actions is not None and config.action_dims is not None
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=Layer(config.observations, config.width, is_first=True))
+    stem = place(Layer(config.observations, config.width, is_first=True))
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
     for i in range(config.depth - 1):
-        blocks[f"hidden{i}"] = Layer(config.width, config.width, is_first=False)
-    blocks["head"] = Head(config.width, config.actions, config.action_dims)
+        blocks[f"hidden{i}"] = place(Layer(config.width, config.width, is_first=False))
+    blocks["head"] = place(Head(config.width, config.actions, config.action_dims))
     return nn.Sequential(blocks)
 
 

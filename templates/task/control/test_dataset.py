@@ -29,6 +29,7 @@ from support import (
 )
 
 config, dataset, spaces, splitting = module("config"), module("dataset"), module("launch.spaces"), module("splitting")
+draw_actions = module("splitting.policy").draw_actions
 CONTINUOUS = ("--control.environment", "Pendulum-v1")
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -64,6 +65,7 @@ class Walk(gymnasium.Env[Any, Any]):
 
 gymnasium.register("Walk-v0", Walk, max_episode_steps=50)
 gymnasium.register("Endless-v0", Walk)
+gymnasium.register("Image-v0", lambda: gymnasium.wrappers.ReshapeObservation(Walk(), (1, 1, 1)), max_episode_steps=50)
 gymnasium.register("Random-v0", Walk, max_episode_steps=50, nondeterministic=True)
 WALK = ("--control.environment", "Walk-v0")
 
@@ -223,6 +225,15 @@ def test_continuous_actions_are_trained_the_same_on_any_number_of_ranks(trained:
     assert np.allclose(*records, rtol=1e-5, atol=1e-6)
 
 
+def test_records_have_the_episodes_of_all_ranks(trained: Callable[..., Path]) -> None:
+    one, other = (read_records(trained(nproc), "train") for nproc in (1, RANKS))
+    assert len({record["environment_steps"] for record in one}) == 2, "the run has two collections"
+    names = ("environment_steps", "min_return", "max_return", "mean_length", "mean_return", "entropy", "clip_fraction")
+    for name in names:
+        values = [[record[name] for record in records] for records in (one, other)]
+        assert np.allclose(*values, rtol=1e-5, atol=1e-6), name
+
+
 def test_experience_is_collected_anew_after_some_passes() -> None:
     steps, batches = global_batches(settings())
     epochs = [[next(batches) for _ in range(steps or 0)] for _ in range(4)]
@@ -256,16 +267,35 @@ def test_an_episode_that_is_cut_off_goes_on_in_its_value() -> None:
     assert (next_values[:, 255] != values[:, 0]).all()
 
 
-def test_the_loss_stops_where_the_policy_has_changed_enough() -> None:
-    for log_prob, is_clipped in ((0.0, False), (-0.5, True)):
-        outputs = torch.zeros(1, 3, requires_grad=True)
-        known = {"action": torch.tensor([1]), "log_prob": torch.tensor([0.5]).log() + log_prob}
-        known |= {"advantage": torch.ones(1), "return": torch.ones(1)}
-        losses, weight = dataset.loss_fn(outputs, known | {"clip": 0.2, "value_weight": 0.5, "entropy_weight": 0.0})
-        losses["loss"].backward()
-        assert outputs.grad is not None and (outputs.grad[0, 1] == 0) == is_clipped
-        assert weight == 1 and losses["value_loss"].item() == 1 and outputs.grad[0, 2] == -1
-        assert (losses["clip_fraction"].item() == 1) == is_clipped == (losses["kl"].item() > 0)
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "is_clipped", "is_counted"),
+    [
+        (0.0, 1.0, False, False),
+        (0.5, 1.0, True, True),
+        (0.5, -1.0, False, True),  # The loss may be too low, but never too high.
+        (-0.5, 1.0, False, True),
+        (-0.5, -1.0, True, True),
+    ],
+)
+def test_the_loss_stops_where_the_policy_has_changed_enough(
+    log_ratio: float, advantage: float, is_clipped: bool, is_counted: bool
+) -> None:
+    outputs = torch.zeros(1, 3, requires_grad=True)
+    known = {"action": torch.tensor([1]), "log_prob": torch.tensor([0.5]).log() - log_ratio}
+    known |= {"advantage": torch.tensor([advantage]), "return": torch.ones(1)}
+    losses, weight = dataset.loss_fn(outputs, known | {"clip": 0.2, "value_weight": 0.5, "entropy_weight": 0.0})
+    losses["loss"].backward()
+    assert outputs.grad is not None and (outputs.grad[0, 1] == 0) == is_clipped
+    assert weight == 1 and losses["value_loss"].item() == 1 and outputs.grad[0, 2] == -1
+    assert (losses["clip_fraction"].item() == 1) == is_counted == (losses["kl"].item() > 0)
+
+
+def test_each_number_stands_for_an_action() -> None:
+    highest = torch.tensor([1.0]).nextafter(torch.tensor([0.0]))
+    for actions in range(2, 100):  # The probabilities of some of them add up to less than this number.
+        policy, _ = splitting.read_outputs(torch.zeros(1, actions + 1), is_discrete=True)
+        numbers = torch.zeros(1), highest
+        assert [int(draw_actions(policy, number)) for number in numbers] == [0, actions - 1]
 
 
 def test_the_first_episode_is_filmed(trained: Callable[..., Path], tmp_path: Path) -> None:
@@ -306,7 +336,8 @@ def test_the_whole_first_episode_is_filmed(monkeypatch: pytest.MonkeyPatch, tmp_
         ("--control.environment Endless-v0", "give --control.max_episode_steps"),
         ("--control.environment Random-v0", "registered as nondeterministic"),
         ("--control.environment Walk-v0 --control.gif episode.gif", "cannot render to an array"),
-        ("--control.environment FrozenLake-v1", "observations are a Discrete"),
+        ("--control.environment FrozenLake-v1", "observations are a Discrete; the model takes vectors"),
+        ("--control.environment Image-v0", "observations are a Box of shape (1, 1, 1); the model takes vectors"),
         ("--model.observations 3", "model.observations 3"),
         ("--control.environment absent:Absent-v0", "No module named 'absent'"),
     ],

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 
 from .config import GROUPS, ModelConfig
+from .splitting import place
 
 CLASSES = 10
 
@@ -79,12 +80,13 @@ def build_norm(norm: str, width: int) -> nn.GroupNorm | nn.BatchNorm2d:
 def build_model(config: ModelConfig) -> nn.Sequential:
     """Build the model on the CPU, with weights drawn from PyTorch's global generator."""
     narrow, wide = config.width, 2 * config.width
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem(narrow, config.norm))
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=place(Stem(narrow, config.norm)))
     for i in range(config.depth):
-        blocks[f"narrow{i}"] = ResidualBlock(narrow, narrow, stride=1, norm=config.norm)
+        blocks[f"narrow{i}"] = place(ResidualBlock(narrow, narrow, stride=1, norm=config.norm))
     for i in range(config.depth):
-        blocks[f"wide{i}"] = ResidualBlock(wide if i else narrow, wide, stride=1 if i else 2, norm=config.norm)
-    blocks["head"] = Head(wide)
+        stride, inputs = (1, wide) if i else (2, narrow)
+        blocks[f"wide{i}"] = place(ResidualBlock(inputs, wide, stride, config.norm))
+    blocks["head"] = place(Head(wide))
     return nn.Sequential(blocks)
 
 

@@ -13,8 +13,9 @@ import os
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch.utils.data import Dataset, default_collate
 
 from .config import Config, DatasetConfig, UserError
 from .reporting import Examples, continue_prompts
+from .runtime import write_atomically
 
 # Folders that are not the standard library's own code; then generated tables, one of which could fill the test split
 # with text unlike the rest.
@@ -125,18 +127,23 @@ def concatenate(files: Sequence[Path], root: Path, config: DatasetConfig) -> Pat
     states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(repr((states, config.max_bytes)).encode(errors="surrogateescape")).hexdigest()
     target = Path(config.cache) / f"{digest[:16]}.txt"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    left = config.max_bytes or sum(size for _, size, _ in states)
-    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as output:
-        for path in files:
-            with open(path, "rb") as file:
-                left -= output.write(file.read(left))
-            if not left:
-                break
-    os.replace(output.name, target)
+    if not target.exists():
+        limit = config.max_bytes or sum(size for _, size, _ in states)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # Other processes may write the same.
+            whole = Path(folder, target.name)
+            write_atomically(whole, partial(write_text, files, limit))
+            os.replace(whole, target)
     return target
+
+
+def write_text(files: Sequence[Path], limit: int, output: BinaryIO) -> None:
+    """Write the content of files, one after another, to ``output``: ``limit`` bytes in all."""
+    for path in files:
+        with open(path, "rb") as file:
+            limit -= output.write(file.read(limit))
+        if not limit:
+            break
 
 
 def loss_fn(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from .config import ModelConfig
+from .splitting import place
 
 BYTES = 256
 
@@ -115,10 +116,10 @@ def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
 
 def build_model(config: ModelConfig) -> nn.Sequential:
     """Build the model on the CPU, with weights drawn from PyTorch's global generator."""
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(embedding=Embedding(config.width, config.context))
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(embedding=place(Embedding(config.width, config.context)))
     for i in range(config.layers):
-        blocks[f"block{i}"] = Block(config.width, config.heads)
-    blocks["head"] = Head(config.width)
+        blocks[f"block{i}"] = place(Block(config.width, config.heads))
+    blocks["head"] = place(Head(config.width))
     return nn.Sequential(blocks)
 
 

@@ -1,5 +1,5 @@
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model, which are sharded, compiled or recomputed one by one.
+    """Return the blocks of a model that gives none to ``place``; they are sharded, compiled or recomputed one by one.
 
     They are the children of a sequence in it: of the one that leaves no large part of the model in one piece.
     """

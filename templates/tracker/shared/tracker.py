@@ -6,13 +6,14 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from ..config import UserError
 from ..runtime import disk_errors
 from .curves import draw_curves
 from .examples import Examples, write_examples
@@ -75,11 +76,16 @@ class Tracker:
             self.bar.update()
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record (``event``, ``step`` and metrics) to all outputs."""
+        """Write a record (``event``, ``step`` and metrics) to all outputs; raises UserError if the disk is full."""
         if self.metrics is None or self.bar is None:
             return
-        with disk_errors(self.run_dir / "metrics.jsonl"):
-            self.metrics.write(format_record(record) + "\n")
+        try:
+            with disk_errors(self.run_dir / "metrics.jsonl"):
+                self.metrics.write(format_record(record) + "\n")
+        except OSError as error:
+            with suppress(OSError):
+                self.metrics.close()  # Later, it would try the same write again, and hide this error behind another.
+            raise UserError(str(error)) from None
         #:: block log ::#
         #:: endblock ::#
         metrics = "  ".join(

@@ -43,7 +43,9 @@ class Service:
                 raise
             say(f"warning: wandb cannot go online ({type(error).__name__}: {error}); recording offline")
             self.start("offline")
-        self.first_row, self.row, self.known = self.run.step, -1, dict(self.run.summary)
+        self.known = dict(self.run.summary)
+        self.first_row = self.row = self.run.step
+        self.splits: set[str] = set()  # Of the row.
 
     def start(self, mode: Any) -> None:
         """Start the W&B run, or resume it; offline, it is recorded anew, because the records are all there."""
@@ -64,19 +66,22 @@ class Service:
         if self.run.resumed:  # With the settings that W&B had, which may have changed.
             self.run.config.update(self.config, allow_val_change=True)
         if mode == "offline":
-            say(f"wandb: recording offline; to upload the run: wandb sync {os.path.relpath(Path(self.run.dir).parent)}")
+            program, folder = Path(sys.executable).with_name("wandb"), Path(self.run.dir).parent
+            say(f"wandb: recording offline; to upload it: {os.path.relpath(program)} sync {os.path.relpath(folder)}")
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send the records that W&B does not have; it never changes a row before the last."""
         for split, step, values in rows:
             if step > self.known.get(f"{split}/step", self.first_row - 1):
-                row = max(step, self.first_row)
-                self.row = row if row >= self.row else self.row + 1  # ``evaluate`` may add one of an earlier step.
+                row = max(step, self.row)  # ``evaluate`` may add a record of an earlier step.
+                if row > self.row or split in self.splits:
+                    self.row, self.splits = max(row, self.row + 1), set()
+                self.splits.add(split)
                 self.run.log(values, step=self.row)
 
     def finish(self, outcome: str, files: Sequence[Path]) -> None:
         """Send files, and wait until everything is sent."""
-        if self.row >= 0:
+        if self.splits or "curves" not in self.known:  # Otherwise W&B has the pictures of all records.
             images = {path.stem: self.wandb.Image(str(path)) for path in files if path.suffix == ".png"}
             self.run.log(images, step=self.row)
         for path in files:

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from . import launch
+from . import STARTED, launch
 from .config import Config, UserError
 from .launch import Command
 
+PROFILE = {"profile": "Write each rank's trace of a few steps to run.dir, and on CUDA a snapshot of its memory."}
 COMMANDS = {
     "train": Command("train, or resume from the newest checkpoint of run.dir", trains=True),
     "evaluate": Command("evaluate --checkpoint PATH on the whole test set", ("checkpoint",)),
@@ -19,8 +20,8 @@ COMMANDS = {
     "generate": Command("print a prompt and its continuation by --checkpoint PATH", ("checkpoint",)),
     #:: endif ::#
     "doctor": Command("check machines, interconnect and disk before a long run", trains=True),
-    "benchmark": Command("measure where the time of a training step goes", trains=True),
-    "plan": Command("simulate a step of --ranks N: memory, messages, time", options=launch.PLAN_OPTIONS, trains=True),
+    "benchmark": Command("measure where the time of a training step goes", trains=True, flags=PROFILE),
+    "plan": Command("simulate a step of --ranks N: memory, messages, time", trains=True, options=launch.PLAN_OPTIONS),
     "convert": Command(
         "write --checkpoint PATH in another format as --output PATH", ("checkpoint", "output"), has_settings=False
     ),
@@ -32,21 +33,21 @@ def main(argv: Sequence[str]) -> None:
     try:
         info = launch.find_process_info()
         launch.end_with_launcher(info)
-        command, settings, paths = launch.parse(argv, COMMANDS)
+        command, settings, options = launch.parse(argv, COMMANDS)
         launch.wait_for_debugger(info)
         if command in ("convert", "plan") and info.rank > 0:  # One process is enough.
             return
         if command == "convert":
             from .checkpoint import convert
 
-            return convert(Path(paths["checkpoint"]), Path(paths["output"]))
+            return convert(Path(options["checkpoint"]), Path(options["output"]))
         config = Config(**settings)
         if command == "plan":
-            sys.exit(run_plan(config, launch.read_plan_options(paths)))
+            sys.exit(run_plan(config, launch.read_plan_options(options)))
         check(config, info.world_size, COMMANDS[command].trains)
         if command == "doctor":
             sys.exit(run_doctor(config))
-        run(command, config, paths)
+        run(command, config, options)
     except UserError as error:
         launch.exit_with_error(str(error))
 
@@ -64,17 +65,16 @@ def check(config: Config, world_size: int, trains: bool) -> None:
         #:: endif ::#
 
 
-def run(command: str, config: Config, paths: dict[str, str]) -> None:
+def run(command: str, config: Config, options: dict[str, str]) -> None:
     """Run ``command`` together with all other ranks."""
     # Only now: PyTorch takes seconds to import, and wrong settings are rejected before that. The import creates some
     # 400,000 permanent objects; the garbage collector skips them, during the import and in every later collection.
     gc.disable()
     #:: if cookiecutter.__generates ::#
     from .evaluate import evaluate, load_strategy
-    from .reporting import benchmark, generate
+    from .reporting import generate
     #:: else ::#
     from .evaluate import evaluate
-    from .reporting import benchmark
     #:: endif ::#
     from .runtime import process_group, record_collectives, set_exact_arithmetic
     from .train import Trainer, train
@@ -87,15 +87,18 @@ def run(command: str, config: Config, paths: dict[str, str]) -> None:
         if command == "train":
             train(config, process)
         elif command == "benchmark":
-            build_trainer = partial(Trainer, config, process)
-            benchmark(build_trainer, process, config.train.max_steps)
+            from .benchmark import benchmark
+            from .model import build_model
+
+            builders = partial(Trainer, config, process), partial(build_model, config.model)
+            benchmark(*builders, process, Path(config.run.dir), STARTED, "profile" in options)
         #:: if cookiecutter.__generates ::#
         elif command == "generate":
-            _, parallel = load_strategy(paths["checkpoint"], config, process)
+            _, parallel = load_strategy(options["checkpoint"], config, process)
             generate(parallel, config.generate, config.model.context, config.run.seed, process.is_main)
         #:: endif ::#
         else:
-            evaluate(paths["checkpoint"], config, process)
+            evaluate(options["checkpoint"], config, process)
 
 
 def run_doctor(config: Config) -> int:
@@ -126,10 +129,10 @@ def preflight(argv: Sequence[str]) -> None:
 
     Prints the number of ranks to start on this machine, and the seconds within which all ranks have to arrive.
     """
-    command, settings, paths = launch.parse(argv, COMMANDS)
+    command, settings, options = launch.parse(argv, COMMANDS)
     try:
-        if "checkpoint" in paths and not Path(paths["checkpoint"]).exists():
-            raise UserError(f"--checkpoint is {paths['checkpoint']}: no such file")
+        if "checkpoint" in options and not Path(options["checkpoint"]).exists():
+            raise UserError(f"--checkpoint is {options['checkpoint']}: no such file")
         if command in ("convert", "plan"):
             launch.check_debugger(world_size=1)
             print(1, 60)

@@ -74,6 +74,6 @@ def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str
     config.model = saved_section(header["config"], "model")
     config.model.check()
     check_layout(config.parallel, config.model, config.train, process.world_size)
-    parallel = Parallel(build_model(config.model), dataset.loss_fn, config, process)
+    parallel = Parallel(lambda: build_model(config.model), dataset.loss_fn, config, process)
     load_model(Path(path), header, state, parallel.module, parallel.device)
     return header, parallel

@@ -13,14 +13,16 @@ from .config import Config
 from .runtime import Process
 from .splitting import GlobalMean, Loss, Shares, Weight, average_buffers, set_shares
 
+BuildFn = Callable[[], nn.Module]
 LossFn = Callable[[Any, Any], tuple[Loss, Weight]]  # Of outputs and targets.
 
 
 class Strategy(ABC):
     """How a model and its batches are distributed over ranks and devices; the rest of the package uses nothing else.
 
-    ``parallel.py`` defines this project's subclass, which is built as ``Parallel(model, loss_fn, config, process)``:
-    ``model`` is on the CPU, with the same weights on every rank, and ``loss_fn`` is that of ``dataset.py``.
+    ``parallel.py`` defines this project's subclass, which is built as ``Parallel(build, loss_fn, config, process)``:
+    each call of ``build`` builds the model on the CPU, with the same weights on every rank if the generators are in the
+    same state, and ``loss_fn`` is that of ``dataset.py``.
 
     Attributes:
         module: This rank's part of the model; its parameters have the same names as in the whole model.

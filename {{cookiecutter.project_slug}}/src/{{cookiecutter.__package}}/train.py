@@ -52,7 +52,7 @@ class Trainer:
             runtime.record_allocations(process.device, Path(config.run.dir) / f"memory-rank{process.rank}.pickle")
         torch.manual_seed(config.run.seed)  # The same initial weights on every rank.
         train_set, test_set = dataset.build_datasets(config)
-        self.parallel = Parallel(build_model(config.model), dataset.loss_fn, config, process)
+        self.parallel = Parallel(lambda: build_model(config.model), dataset.loss_fn, config, process)
         if weights is not None:
             load_weights(Path(weights), config.model.weights_except, self.parallel.module, process.device)
         runtime.seed_rank(config.run.seed, process.rank)

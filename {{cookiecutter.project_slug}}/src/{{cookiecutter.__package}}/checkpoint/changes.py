@@ -36,7 +36,7 @@ def check_changes(saved: Settings, settings: Settings, samples: int) -> list[str
             lines.append(f"{name} is {value} from now on; it was {previous}")
     for section, values in saved.items():
         if section != "parallel":  # Another strategy has other settings.
-            unknown = values.keys() - settings.get(section, {}).keys()
+            unknown = sorted(values.keys() - settings.get(section, {}).keys())
             lines += [f"{section}.{key} of the checkpoint is ignored: there is no such setting" for key in unknown]
     return lines
 

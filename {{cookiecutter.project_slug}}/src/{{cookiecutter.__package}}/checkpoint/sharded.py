@@ -171,4 +171,4 @@ def one_line_errors(message: str, kind: type[UserError]) -> Iterator[None]:
             yield
     except CheckpointException as error:
         first = next(failure for failure, _ in error.failures.values())
-        raise kind(f"{message}: {str(first) or type(first).__name__}") from None
+        raise kind(f"{message}: {first_line(first)}") from None

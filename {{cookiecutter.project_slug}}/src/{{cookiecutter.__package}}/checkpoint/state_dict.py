@@ -67,6 +67,8 @@ def drop_missing_state(
 def gather_full_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Gather the ranks' tensors to rank 0, whole and on the CPU, through ``device``; a collective.
 
+    Rank 0 then holds everything: a model that is too large for its memory is saved in shards.
+
     Returns:
         The full tensors by name on rank 0; an empty dictionary on the others.
     """
@@ -101,8 +103,13 @@ def broadcast_full_tensors(full: Mapping[str, Tensor], tensors: Mapping[str, Ten
     unfit = [name for name, tensor in tensors.items() if outline[0].get(name, (None,))[0] != tensor.shape]
     if names := [name for of_rank in all_gather_object(unfit) for name in of_rank]:
         raise UserError(f"the checkpoint does not fit the model: {names[0]} is missing or differs")
+    sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in outline[0].items()}
+    # One buffer for all of them: gloo's threads keep what they received for a while, so many would be in memory.
+    buffer = torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
     for name, (shape, dtype) in outline[0].items():
-        whole = full[name].to(device) if dist.get_rank() == 0 else torch.empty(shape, dtype=dtype, device=device)
+        whole = buffer[: sizes[name]].view(dtype).view(shape)
+        if dist.get_rank() == 0:
+            whole.copy_(full[name].detach())
         dist.broadcast(whole, src=0)
         own = tensors.get(name)
         if isinstance(own, DTensor):

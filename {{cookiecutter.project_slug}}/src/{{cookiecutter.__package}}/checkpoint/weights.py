@@ -14,17 +14,18 @@ from ..config import UserError
 from ..runtime import all_gather_object, on_main
 from . import exported, sharded
 from .content import has_type
-from .loading import first_line, read, read_model
+from .loading import first_line, read
 from .state_dict import broadcast_full_tensors
 
 T = TypeVar("T")
 
 
 def load_weights(path: Path, initial: Sequence[str], module: nn.Module, device: torch.device) -> None:
-    """Load a file of weights into this rank's part of a model; a collective, and only rank 0 needs access to the file.
+    """Load weights into this rank's part of a model, without the whole of them in any rank's memory; a collective.
 
     Args:
-        path: A checkpoint, a ``state_dict`` that ``torch.save`` wrote, or a ``.safetensors`` file.
+        path: A checkpoint, a ``state_dict`` that ``torch.save`` wrote, or a ``.safetensors`` file. Only rank 0 needs
+            access to a file, which is mapped to its memory; of a folder, each rank reads its part.
         initial: Modules that keep their initial weights, for example ``["head"]``; the file may hold others for them.
         module: This rank's part of the model.
         device: Through which the ranks exchange tensors.
@@ -32,7 +33,7 @@ def load_weights(path: Path, initial: Sequence[str], module: nn.Module, device: 
     Rejects, on every rank, a file that cannot be read, and one with missing, unexpected or misshapen tensors.
     """
     weights: dict[str, Tensor] = {}
-    saved = on_main(lambda: {name: value.shape for name, value in read_weights(path, weights).items()})
+    saved, folder = on_main(lambda: read_shapes(path, weights))
     for group in itertools.chain(*all_gather_object(find_tied(module))):
         add_tied(group, saved)
         add_tied(group, weights)
@@ -44,8 +45,12 @@ def load_weights(path: Path, initial: Sequence[str], module: nn.Module, device: 
         raise UserError(f"model.weights_except is {list(initial)}, but the model has no {', '.join(unknown)}")
     skipped = select(wanted, initial) | select(saved, initial)
     check_names(path, drop(wanted, skipped), drop(saved, skipped))
-    full = {f"model.{name}": tensor for name, tensor in drop(weights, skipped).items()}
-    broadcast_full_tensors(full, {f"model.{name}": tensor for name, tensor in drop(own, skipped).items()}, device)
+    tensors = {f"model.{name}": tensor for name, tensor in drop(own, skipped).items()}
+    if folder is not None:
+        sharded.load(path, folder, tensors)
+    else:
+        full = {f"model.{name}": tensor for name, tensor in drop(weights, skipped).items()}
+        broadcast_full_tensors(full, tensors, device)
 
 
 def find_tied(module: nn.Module) -> list[list[str]]:
@@ -73,27 +78,38 @@ def drop(tensors: Mapping[str, T], names: set[str]) -> dict[str, T]:
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def read_weights(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read a file of weights to the CPU into ``weights``, which is returned; no code in it is run."""
+def read_shapes(path: Path, weights: dict[str, Tensor]) -> tuple[dict[str, torch.Size], dict[str, Any] | None]:
+    """Return the shapes of weights, by name; map a file of them into ``weights``, and of a folder, return the index.
+
+    No code in it is run.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # PyTorch warns of what it then rejects.
+            if path.is_dir():
+                return read_index(path)
             content = read_file(path)
     except Exception as error:  # A crafted file can make its reader raise anything.
         raise UserError(f"model.weights is {path}, which cannot be read: {first_line(error)}") from None
     if not has_type(content, dict[str, Tensor]):
         raise UserError(f"model.weights is {path}, which is neither a checkpoint nor a state_dict of tensors")
     weights.update(content)
-    return weights
+    return {name: value.shape for name, value in weights.items()}, None
+
+
+def read_index(path: Path) -> tuple[dict[str, torch.Size], dict[str, Any]]:
+    """Return the shapes of the weights in a sharded checkpoint, by name, and what ``sharded.load`` needs of it."""
+    if not (path / sharded.HEADER).exists():
+        raise UserError("a folder without a checkpoint; of a run.dir, give one of its checkpoints/step-*")
+    content = read(path)
+    saved = content["metadata"].state_dict_metadata.items()
+    shapes = {name.removeprefix("model."): entry.size for name, entry in saved if name.startswith("model.")}
+    return shapes, {name: content[name] for name in ("metadata", "checksums")}
 
 
 def read_file(path: Path) -> Any:
-    """Return the weights in a checkpoint of either format, a ``.safetensors`` file, or what ``torch.save`` wrote."""
-    if not path.exists() or not (path.is_file() or path.is_dir()):
+    """Return the weights in a full checkpoint, a ``.safetensors`` file, or what ``torch.save`` wrote."""
+    if not path.is_file():
         raise FileNotFoundError("no such file, or a pipe or a device")
-    if path.is_dir():
-        if not (path / sharded.HEADER).exists():
-            raise UserError("a folder without a checkpoint; of a run.dir, give one of its checkpoints/step-*")
-        return read_model(path, read(path))
     if path.suffix == exported.SUFFIX:
         return exported.read_tensors(path)[0]
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

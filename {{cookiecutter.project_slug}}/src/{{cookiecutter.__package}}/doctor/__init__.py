@@ -4,4 +4,5 @@ It receives what the run needs (``Requirements``), and does not know the model, 
 """
 
 from .examine import examine
+from .interconnect import measure_links, median_seconds
 from .report import Requirements

@@ -144,10 +144,11 @@ def tasks_on_node(text: str, node: int, world_size: int) -> int:
     counts = [(int(tasks), int(times or 1)) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text)]
     if node < 0 or sum(tasks * times for tasks, times in counts) != world_size:
         raise ValueError(f"node {node} of {text} tasks, {world_size} in all")
+    first = 0  # Node that a count begins with.
     for tasks, times in counts:
-        if node < times:
+        if node < first + times:
             return tasks
-        node -= times
+        first += times
     raise ValueError(f"no node {node} in {text}")
 
 
@@ -197,7 +198,7 @@ def is_first_on_machine(env: Env = os.environ) -> bool:
     return next((env[name] for name in names if name in env), "0") == "0"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 

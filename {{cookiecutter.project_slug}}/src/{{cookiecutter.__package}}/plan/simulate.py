@@ -53,7 +53,7 @@ class Project:
 
     def build_strategy(self, process: Process) -> Any:
         """Build the strategy of a rank."""
-        return self.parts.Parallel(self.build_model(), self.parts.dataset.loss_fn, self.config, process)
+        return self.parts.Parallel(self.build_model, self.parts.dataset.loss_fn, self.config, process)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def write_provenance(run_dir: Path, settings: Mapping[str, Any], process: Proces
     """
     replace_text(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
     path = run_dir / "provenance.json"
-    content = {"run_id": run_id} | describe(process) | {"step": step, "earlier": read_earlier(path)}
+    content = {"run_id": run_id} | describe_run(process) | {"step": step, "earlier": read_earlier(path)}
     replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -56,7 +56,7 @@ def read_resumed_steps(run_dir: Path, last: int) -> list[int]:
     return sorted(step for step in steps if step > 0)
 
 
-def describe(process: Process) -> dict[str, Any]:
+def describe_run(process: Process) -> dict[str, Any]:
     """Return everything needed to repeat a run, except its settings."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -7,7 +7,7 @@ This room knows tensors, modules and datasets in general; it does not know this 
 """
 
 from .agreement import check_same_dataset
-from .blocks import prepare_blocks
+from .blocks import build_by_block, place, prepare_blocks
 #:: if cookiecutter.__plays ::#
 from .environments import derive_seed, to_tensor, to_valid
 from .experience import STEPS_PER_MESSAGE, Experience
@@ -23,7 +23,7 @@ from .policy import Policy, read_outputs
 #:: endif ::#
 from .seeding import Key, SeededDataset, identity
 #:: if cookiecutter.__cuts_blocks ::#
-from .sequence import balance, check_sequence
+from .sequence import balance, build_outline
 #:: endif ::#
 #:: if cookiecutter.__has_stages ::#
 from .stages import Stage, assign_stages, split_into_stages, trace_stages
