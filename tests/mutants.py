@@ -157,7 +157,7 @@ PROJECT = {
         "test_data.py::are_loaded_by_the_same_processes",
     ),
     "evaluation has loader processes of its own": Mutant(
-        SRC + "data.py",
+        SRC + "splitting/loaders.py",
         "loader_options(config, device), beside)",
         "loader_options(config, device), None)",
         "test_data.py::are_loaded_by_the_same_processes",

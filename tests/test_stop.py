@@ -251,11 +251,12 @@ LOAD = """
 import os, signal
 import torch
 from my_experiment.config import Config
-from my_experiment.data import EvalSampler, build_loader, seed_dataset
-from my_experiment.dataset import build_datasets
+from my_experiment.data import EvalSampler
+from my_experiment.dataset import build_datasets, collate_fn
+from my_experiment.splitting import build_loader, seed_dataset
 config = Config()
 config.data.num_workers = 1
-dataset = seed_dataset(build_datasets(config)[1], seed=0)
+dataset = seed_dataset(build_datasets(config)[1], collate_fn, seed=0)
 loader = build_loader(dataset, EvalSampler(len(dataset), 0, 1, 10), 10, config.data, torch.device("cpu"))
 batches = iter(loader)
 next(batches)

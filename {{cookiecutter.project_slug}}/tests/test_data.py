@@ -119,8 +119,8 @@ def test_training_and_evaluation_are_loaded_by_the_same_processes_in_turn(worker
     samples = splitting.SeededDataset(range(LENGTH), list, seed=0)
     order, rest = data.TrainSampler(samples, 0, 1, BATCH, seed=0), data.EvalSampler(LENGTH, 0, 1, 30)
     expected = [[index for _, index in step] for step in BatchSampler(order, BATCH, drop_last=False)]
-    training = data.build_loader(samples, order, BATCH, options, cpu)
-    evaluation = data.build_loader(samples, rest, rest.batch_size, options, cpu, training)
+    training = splitting.build_loader(samples, order, BATCH, options, cpu)
+    evaluation = splitting.build_loader(samples, rest, rest.batch_size, options, cpu, training)
     steps, read = iter(training), []
     for _ in range(2):
         read += [next(steps), next(steps)]

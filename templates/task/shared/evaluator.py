@@ -17,7 +17,7 @@ class Evaluator:
     ) -> None:
         if isinstance(samples, IterableDataset):
             raise UserError("the test set is an IterableDataset; give a list of its samples, so that each counts once")
-        self.samples, self.parallel, self.guard = seed_dataset(samples, seed), parallel, guard
+        self.samples, self.parallel, self.guard = seed_dataset(samples, dataset.collate_fn, seed), parallel, guard
         self.metrics: Metrics = {}
         if not len(samples):
             raise UserError("the test set is empty; give it a sample")

@@ -10,14 +10,12 @@ For any number of ranks, step i of an epoch trains on the same samples, and eval
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from .config import DataConfig, UserError
 from .dataset import collate_fn
-from .launch import LoaderContext, init_loader_worker
 from .runtime import Context
-from .splitting import Batches, InStep, Key, SeededDataset, Stream, check_same_dataset, identity, permuted
+from .splitting import InStep, Key, Stream, build_loader, loader_options, permuted, seed_dataset
 from .strategy import Strategy
 
 
@@ -93,42 +91,6 @@ def build_train_loader(
         stream = Stream(dataset, collate_fn, dp_rank, dp_size, batch, config.num_workers, seed)
         register("stream", stream)
         return stream, InStep(DataLoader(stream, batch_size=None, **loader_options(config, strategy.device)))
-    seeded = seed_dataset(dataset, seed)
+    seeded = seed_dataset(dataset, collate_fn, seed)
     sampler = TrainSampler(dataset, dp_rank, dp_size, batch, seed)
     return sampler, build_loader(seeded, sampler, batch // dp_size, config, strategy.device)
-
-
-def seed_dataset(dataset: Any, seed: int) -> SeededDataset:
-    """Return a map-style dataset whose random numbers are a function of (seed, epoch, index); a collective.
-
-    Rejects any other dataset, and one that is not the same on all ranks.
-    """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError(
-            f"build_datasets returned a {type(dataset).__name__} without __len__ or __getitem__; give it both, or make "
-            "the training set an IterableDataset"
-        )
-    seeded = SeededDataset(dataset, collate_fn, seed)
-    check_same_dataset(type(dataset).__name__, len(dataset), lambda index: seeded.get_samples([(0, index)]))
-    return seeded
-
-
-def build_loader(
-    dataset: Any, sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device, beside: Any = None
-) -> Batches:
-    """Build a loader of ``batch_size`` samples at a time on the CPU, with the processes of the loader ``beside`` it."""
-    return Batches(dataset, sampler, batch_size, loader_options(config, device), beside)
-
-
-def loader_options(config: DataConfig, device: torch.device) -> dict[str, Any]:
-    """Return the options of any ``DataLoader`` here."""
-    return {
-        "collate_fn": identity,
-        "num_workers": config.num_workers,
-        "persistent_workers": config.num_workers > 0,
-        "multiprocessing_context": LoaderContext() if config.num_workers else None,
-        "worker_init_fn": init_loader_worker,
-        "pin_memory": device.type == "cuda",
-        # A separate generator: a new iterator would otherwise draw from the global one, and a resumed run would differ.
-        "generator": torch.Generator(),
-    }

@@ -32,13 +32,13 @@ from torch.utils.data import IterableDataset
 from . import dataset
 from .checkpoint import load_model, read_on_main, saved_section
 from .config import Config, DataConfig, UserError
-from .data import EvalSampler, build_loader, seed_dataset
+from .data import EvalSampler
 from .launch import check_layout
 from .model import build_model
 from .parallel import Parallel
 from .reporting import append_record, collect_examples, write_examples
 from .runtime import Context, Process, all_gather_object, on_main
-from .splitting import Metrics, concatenate, merge, to_device, unpack
+from .splitting import Metrics, build_loader, concatenate, merge, seed_dataset, to_device, unpack
 from .strategy import Strategy
 #:: endif ::#
 

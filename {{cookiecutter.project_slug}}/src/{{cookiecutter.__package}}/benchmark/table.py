@@ -40,7 +40,7 @@ def rate_rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         billions = record["flops_per_step"] / 1e9, record["flops_per_second"] / 1e9
         yield "model FLOPs", f"{billions[0]:,.2f} x 10^9 per step, {billions[1]:,.1f} x 10^9 per second; {share}"
     #:: if cookiecutter.__has_stages ::#
-    yield "bubble", f"{record['bubble_measured']:.1%} measured, {record['bubble_expected']:.1%} expected of the schedule"
+    yield "bubble", f"{record['bubble_measured']:.1%} measured, {record['bubble_expected']:.1%} expected"
     #:: endif ::#
     peaks = [rank["peak_memory_mib"] for rank in record["ranks"]]
     yield "peak memory", f"{max(peaks):,.1f} MiB on the rank with the most, {min(peaks):,.1f} on that with the least"

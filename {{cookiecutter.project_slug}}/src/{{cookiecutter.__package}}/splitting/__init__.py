@@ -6,14 +6,13 @@
 This room knows tensors, modules and datasets in general; it does not know this project's, nor the loop.
 """
 
-from .agreement import check_same_dataset
 from .blocks import build_by_block, place, prepare_blocks
 #:: if cookiecutter.__plays ::#
 from .environments import derive_seed, to_tensor, to_valid
 from .experience import STEPS_PER_MESSAGE, Experience
 #:: endif ::#
 from .gather import Shares, gather_global_batch, set_shares
-from .loaders import Batches
+from .loaders import build_loader, loader_options, seed_dataset
 from .losses import GlobalMean, Loss, Weight, read_loss
 from .metrics import Metrics, concatenate, merge, name_some
 from .nested import split_batch, to_device, unpack
@@ -21,7 +20,7 @@ from .order import permuted
 #:: if cookiecutter.__plays ::#
 from .policy import Policy, read_outputs
 #:: endif ::#
-from .seeding import Key, SeededDataset, identity
+from .seeding import Key, SeededDataset
 #:: if cookiecutter.__cuts_blocks ::#
 from .sequence import balance, build_outline
 #:: endif ::#

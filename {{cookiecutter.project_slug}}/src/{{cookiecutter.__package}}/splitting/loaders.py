@@ -8,12 +8,16 @@ A second set would take as much memory again, some 200 MiB per process, or secon
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from .seeding import Key, SeededDataset
+from ..config import DataConfig, UserError
+from ..launch import LoaderContext, init_loader_worker
+from .agreement import check_same_dataset
+from .seeding import Key, SeededDataset, identity
 
 Request = tuple[int, list[Key]]  # The number of a dataset, and the keys of a batch of it.
 
@@ -100,3 +104,39 @@ class Batches:
                 yield batch
             if self.processes.requests.current is requests:
                 return
+
+
+def seed_dataset(dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> SeededDataset:
+    """Return a map-style dataset whose random numbers are a function of (seed, epoch, index); a collective.
+
+    Rejects any other dataset, and one that is not the same on all ranks.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"build_datasets returned a {type(dataset).__name__} without __len__ or __getitem__; give it both, or make "
+            "the training set an IterableDataset"
+        )
+    seeded = SeededDataset(dataset, collate_fn, seed)
+    check_same_dataset(type(dataset).__name__, len(dataset), lambda index: seeded.get_samples([(0, index)]))
+    return seeded
+
+
+def build_loader(
+    dataset: Any, sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device, beside: Any = None
+) -> Batches:
+    """Build a loader of ``batch_size`` samples at a time on the CPU, with the processes of the loader ``beside`` it."""
+    return Batches(dataset, sampler, batch_size, loader_options(config, device), beside)
+
+
+def loader_options(config: DataConfig, device: torch.device) -> dict[str, Any]:
+    """Return the options of any ``DataLoader`` here."""
+    return {
+        "collate_fn": identity,
+        "num_workers": config.num_workers,
+        "persistent_workers": config.num_workers > 0,
+        "multiprocessing_context": LoaderContext() if config.num_workers else None,
+        "worker_init_fn": init_loader_worker,
+        "pin_memory": device.type == "cuda",
+        # A separate generator: a new iterator would otherwise draw from the global one, and a resumed run would differ.
+        "generator": torch.Generator(),
+    }
