@@ -11,11 +11,14 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lab import Lab, batches
 from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +34,8 @@ class Collectives(TorchDispatchMode):
         self.world_size, self.counts = world_size, Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # It then sends what comes here.
         outputs = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.strip("_").removesuffix("_base").removesuffix("_into_tensor")
         name = name.removesuffix("_tensor").replace("allreduce", "all_reduce").replace("allgather", "all_gather")
@@ -46,6 +51,13 @@ def count_bytes(tensors: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
+def walk(events: list[Any]) -> Iterator[Any]:
+    """Yield events of the profiler, and those within them."""
+    for event in events:
+        yield event
+        yield from walk(event.children)
+
+
 def measure(lab: Lab, words: list[str]) -> dict[str, Any]:
     """Return the most bytes that tensors took in the first steps, and the collectives of the last one."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -54,15 +66,13 @@ def measure(lab: Lab, words: list[str]) -> dict[str, Any]:
         start = time.time_ns()
         for _ in range(STEPS):
             trainer.step(inputs, targets)
-    events = [each for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"]
-    changes = sorted((each.start_ns(), each.nbytes()) for each in events)
-    memory = peak = 0
-    for moment, change in changes:
-        memory += change
-        peak = max(peak, memory) if moment >= start else memory
+    # Not the sum of changes: gloo's threads free memory, too, and are not recorded.
+    events = walk(recorded.profiler.kineto_results.experimental_event_tree())
+    allocations = [event for event in events if event.tag == _EventType.Allocation and event.start_time_ns >= start]
+    totals = [event.extra_fields.total_allocated for event in allocations]
     with Collectives(lab.process.world_size) as collectives:
         trainer.step(inputs, targets)
-    return {"peak": peak, "messages": dict(collectives.counts)}
+    return {"peak": max(totals), "messages": dict(collectives.counts)}
 
 
 def foretell(lab: Lab, words: list[str], ranks: int) -> dict[str, Any]:

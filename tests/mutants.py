@@ -748,7 +748,10 @@ TEMPLATE = {
         "test_plan.py::real_ranks_take and pipeline and language",
     ),
     "plan: what does not fit is no failure": Mutant(
-        PACKAGE + "plan/report.py", 'return 0 if record["fits"] is not False else 1', "return 0", "test_plan.py::does_not_fit"
+        PACKAGE + "plan/report.py",
+        'return 0 if record["fits"] is not False else 1',
+        "return 0",
+        "test_plan.py::does_not_fit",
     ),
     # Memory
     "blocks are sharded when all are built": Mutant(
