@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from lab import Lab, batches
 from torch import Tensor
 from torch._C._profiler import _EventType
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 STEPS = 3  # As many as `plan` takes.
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv")
 
 
 class Collectives(TorchDispatchMode):
@@ -39,7 +41,7 @@ class Collectives(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.strip("_").removesuffix("_base").removesuffix("_into_tensor")
         name = name.removesuffix("_tensor").replace("allreduce", "all_reduce").replace("allgather", "all_gather")
-        if func.namespace in ("c10d", "_c10d_functional") and name != "wait" and self.world_size > 1:
+        if func.namespace in ("c10d", "_c10d_functional") and name in KINDS and self.world_size > 1:
             size = max(map(count_bytes, (args[0], () if name == "all_reduce" else args[1], outputs)))
             self.counts[name] += 1
             self.counts[f"{name} bytes"] += size
@@ -60,13 +62,14 @@ def walk(events: list[Any]) -> Iterator[Any]:
 
 def measure(lab: Lab, words: list[str]) -> dict[str, Any]:
     """Return the most bytes that tensors took in the first steps, and the collectives of the last one."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    # gloo's threads free memory, too.
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config) as recorded:
         trainer = lab.trainer(*words)
         ((inputs, targets),) = batches(trainer, 1)
         start = time.time_ns()
         for _ in range(STEPS):
             trainer.step(inputs, targets)
-    # Not the sum of changes: gloo's threads free memory, too, and are not recorded.
     events = walk(recorded.profiler.kineto_results.experimental_event_tree())
     allocations = [event for event in events if event.tag == _EventType.Allocation and event.start_time_ns >= start]
     totals = [event.extra_fields.total_allocated for event in allocations]
