@@ -11,16 +11,21 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from lab import Lab, batches
 from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 STEPS = 3  # As many as `plan` takes.
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv")
 
 
 class Collectives(TorchDispatchMode):
@@ -31,10 +36,12 @@ class Collectives(TorchDispatchMode):
         self.world_size, self.counts = world_size, Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # It then sends what comes here.
         outputs = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.strip("_").removesuffix("_base").removesuffix("_into_tensor")
         name = name.removesuffix("_tensor").replace("allreduce", "all_reduce").replace("allgather", "all_gather")
-        if func.namespace in ("c10d", "_c10d_functional") and name != "wait" and self.world_size > 1:
+        if func.namespace in ("c10d", "_c10d_functional") and name in KINDS and self.world_size > 1:
             size = max(map(count_bytes, (args[0], () if name == "all_reduce" else args[1], outputs)))
             self.counts[name] += 1
             self.counts[f"{name} bytes"] += size
@@ -46,23 +53,29 @@ def count_bytes(tensors: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
+def walk(events: list[Any]) -> Iterator[Any]:
+    """Yield events of the profiler, and those within them."""
+    for event in events:
+        yield event
+        yield from walk(event.children)
+
+
 def measure(lab: Lab, words: list[str]) -> dict[str, Any]:
     """Return the most bytes that tensors took in the first steps, and the collectives of the last one."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    # gloo's threads free memory, too.
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config) as recorded:
         trainer = lab.trainer(*words)
         ((inputs, targets),) = batches(trainer, 1)
         start = time.time_ns()
         for _ in range(STEPS):
             trainer.step(inputs, targets)
-    events = [each for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"]
-    changes = sorted((each.start_ns(), each.nbytes()) for each in events)
-    memory = peak = 0
-    for moment, change in changes:
-        memory += change
-        peak = max(peak, memory) if moment >= start else memory
+    events = walk(recorded.profiler.kineto_results.experimental_event_tree())
+    allocations = [event for event in events if event.tag == _EventType.Allocation and event.start_time_ns >= start]
+    totals = [event.extra_fields.total_allocated for event in allocations]
     with Collectives(lab.process.world_size) as collectives:
         trainer.step(inputs, targets)
-    return {"peak": peak, "messages": dict(collectives.counts)}
+    return {"peak": max(totals), "messages": dict(collectives.counts)}
 
 
 def foretell(lab: Lab, words: list[str], ranks: int) -> dict[str, Any]:

@@ -501,7 +501,6 @@ PROJECT = {
 
 PACKAGE = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 STRATEGIES = "templates/parallelism/"
-PLAN = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/plan/"
 EFFECTS = "test_effects.py::each_setting_acts and "
 START = "test_start.py::part_and_one_block and "
 
@@ -760,19 +759,19 @@ TEMPLATE = {
     ),
     # What `plan` says
     "plan: memory is not returned": Mutant(
-        PLAN + "ledger.py",
+        PACKAGE + "plan/ledger.py",
         "        self.memory -= self.alive.pop(key).size\n",
         "        self.alive.pop(key)\n",
         "test_plan.py::real_ranks_take and ddp and language",
     ),
     "plan: gathered weights are not freed": Mutant(
-        PLAN + "ledger.py",
+        PACKAGE + "plan/ledger.py",
         "                allocation = self.note(storage)\n",
         "                allocation = self.alive[storage._cdata]\n",
         "test_plan.py::real_ranks_take and fsdp and language",
     ),
     "plan: the messages of all steps are counted": Mutant(
-        PLAN + "simulate.py",
+        PACKAGE + "plan/simulate.py",
         "            ledger.begin_step()\n",
         "",
         "test_plan.py::real_ranks_take and ddp and language",
@@ -784,7 +783,10 @@ TEMPLATE = {
         "test_plan.py::real_ranks_take and pipeline and language",
     ),
     "plan: what does not fit is no failure": Mutant(
-        PLAN + "report.py", 'return 0 if record["fits"] is not False else 1', "return 0", "test_plan.py::does_not_fit"
+        PACKAGE + "plan/report.py",
+        'return 0 if record["fits"] is not False else 1',
+        "return 0",
+        "test_plan.py::does_not_fit",
     ),
     # Trackers
     "a branch of a run has its identity": Mutant(

@@ -26,10 +26,10 @@ class Command(NamedTuple):
 
     help: str
     paths: tuple[str, ...] = ()  # Which of --checkpoint and --output it needs.
-    options: tuple[str, ...] = ()  # Other options that it takes, which are no settings.
     trains: bool = False  # It takes optimizer steps or prepares for them, so the global batch has to divide evenly.
     has_settings: bool = True
     flags: Mapping[str, str] = {}  # Options without a value that it takes, and what they do.
+    options: Mapping[str, str] = {}  # Options with a value that it takes, and what they mean.
 
 
 class Parser(ArgumentParser):
@@ -43,13 +43,13 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     """Parse the arguments after ``python -m <package>``; rejects an unknown key or a wrong type.
 
     Returns:
-        The subcommand, the sections of its settings by name (none if it takes none), and its paths and options by name;
-        of its flags, those that are given, as empty paths.
+        The subcommand, the sections of its settings by name (none if it takes none), and its paths by name; of its
+        flags and options, those that are given, with the value as text (empty for a flag).
     """
     # jsonargparse cannot parse --checkpoint, because a section has that name.
     path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for option in ("checkpoint", "output", *(option for command in commands.values() for option in command.options)):
-        path_parser.add_argument(f"--{option.replace('_', '-')}")
+    path_parser.add_argument("--checkpoint")
+    path_parser.add_argument("--output")
     given, rest = path_parser.parse_known_args(argv)
 
     parser = Parser(prog=__package__.partition(".")[0], description="Distributed training in plain PyTorch.")
@@ -62,9 +62,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     command = commands[name]
     if name == "train" and paths:
         exit_with_error("train takes no --checkpoint and no --output, but --checkpoint.resume PATH to start from one")
-    if misplaced := [option for option in paths if option not in ("checkpoint", "output", *command.options)]:
-        exit_with_error(f"{name} takes no --{misplaced[0].replace('_', '-')}")
-    if paths.keys() - set(command.options) != set(command.paths):
+    if paths.keys() != set(command.paths):
         needed = " and ".join(f"--{path} PATH" for path in command.paths) or "neither"
         exit_with_error(f"of --checkpoint and --output, {name} needs {needed}")
     kinds = sections().items() if command.has_settings else ()
@@ -75,7 +73,9 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     if settings and command.trains:  # Otherwise, a checkpoint says what the model is.
         complete_settings(settings["control"], settings["model"])
     #:: endif ::#
-    return name, settings, paths | {flag: "" for flag in command.flags if parsed[name][flag]}
+    flags = {flag: "" for flag in command.flags if parsed[name][flag]}
+    options = {option: parsed[name][option] for option in command.options if parsed[name][option] is not None}
+    return name, settings, paths | flags | options
 
 
 def build_section(kind: type, values: Mapping[str, Any]) -> Any:
@@ -100,6 +100,8 @@ def build_parser(name: str, command: Command) -> ArgumentParser:
             parser.add_class_arguments(kind, section)
     for flag, meaning in command.flags.items():
         parser.add_argument(f"--{flag}", action="store_true", help=meaning)
+    for option, meaning in command.options.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", type=str, help=meaning)
     if name == "evaluate":
         parser.set_defaults({"run.dir": ""})  # By default, the record is only printed.
     return parser
