@@ -10,7 +10,7 @@ QUESTIONS := project_name project_slug description author parallelism task launc
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-weekly test-mutants test-fast lint
+.PHONY: help demo test test-long test-weekly test-mutants test-fast lint benchmark
 help:
 	@echo "make demo          render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test          check every rendered file; train every strategy, task and launcher: at most ten minutes"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-mutants  plant faults one at a time, and see that a test catches each: less than an hour"
 	@echo "make test-fast     lint, and run the tests that train nothing"
 	@echo "make lint          run the pre-commit checks"
+	@echo "make benchmark     time rendered projects beside other frameworks, into docs/benchmarks.md: half an hour"
 
 demo: .venv/installed
 	@rm -rf demo
@@ -45,12 +46,26 @@ test-fast: .venv/installed
 lint: .venv/installed
 	$(BIN)/pre-commit run --all-files
 
+# Each arm runs alone: leave the machine idle. If it is interrupted, the same command goes on.
+benchmark: .venv/installed .venv/peers/installed
+	$(BIN)/python tests/benchmark.py
+	$(BIN)/python tests/benchmark_page.py
+
 .venv/installed: requirements.txt {{cookiecutter.project_slug}}/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.11; try make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	$(if $(filter-out cpu cu%,$(TORCH)),$(error TORCH is $(TORCH); give cpu, or a version of CUDA such as cu126))
-	$(PYTHON) -m venv .venv
-	$(if $(TORCH),$(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+	$(call install,.venv,requirements.txt)
+
+# Frameworks to compare with, in an environment of their own: the template's must not depend on them.
+.venv/peers/installed: tests/peers/requirements.txt {{cookiecutter.project_slug}}/constraints.txt
+	$(call install,.venv/peers,tests/peers/requirements.txt)
+
+# An environment, and the file of what it needs; PyTorch comes first, because TORCH chooses its build.
+define install
+	$(PYTHON) -m venv $(1)
+	$(if $(TORCH),$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps \
 		--index-url https://download.pytorch.org/whl/$(TORCH) -c '{{cookiecutter.project_slug}}/constraints.txt' torch)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(1)/bin/pip install --quiet --disable-pip-version-check -r $(2)
 	@touch $@
+endef

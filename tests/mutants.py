@@ -582,6 +582,15 @@ TEMPLATE = {
     "make demo expands a dollar sign": Mutant(
         "Makefile", "$(value $(q))", "$($(q))", "test_answers.py::make_demo_passes"
     ),
+    "each round of the benchmark begins with the same arm": Mutant(
+        "tests/benchmark.py", "number % len(comparison.arms)", "0", "test_peers.py::each_round_begins"
+    ),
+    "freed memory returns to the system": Mutant(
+        PACKAGE + "runtime/memory.py",
+        "            libc.mallopt(*M_TRIM_THRESHOLD)\n",
+        "",
+        "test_peers.py::reuses_the_memory",
+    ),
     "a choice leaves a trace": Mutant(
         "templates/parallelism/tensor/README.md",
         "## What one step does",

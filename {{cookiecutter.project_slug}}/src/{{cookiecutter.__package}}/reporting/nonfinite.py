@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler
 
 from ..config import UserError
-from ..runtime import all_gather_object
+from ..runtime import all_gather_numbers, all_gather_object
 from ..splitting import name_some, to_device, unpack
 
 MOST_SKIPPED = 100  # Steps in a row; a run that goes on skipping learns nothing.
@@ -73,12 +73,13 @@ class FiniteGuard:
             elif left_out:
                 optimizer.zero_grad()
 
-    def look(self) -> tuple[int, str, list[int], int]:
+    def look(self, device: torch.device) -> tuple[int, str, list[int], int]:
         """Return what was not finite since the last look, as (step, loss or gradient, ranks, number of steps).
 
-        Steps count from the last look; 0: everything was finite. Waits for the device; a collective.
+        Steps count from the last look; 0: everything was finite. Waits for the ``device`` that this rank computes on; a
+        collective.
         """
-        everyone = all_gather_object(self.seen.tolist())
+        everyone = [list(map(int, seen)) for seen in all_gather_numbers(self.seen.tolist(), device)]
         self.seen.zero_()
         if self.is_scaled:
             everyone = [[loss, 0, count] for loss, _, count in everyone]
@@ -94,7 +95,7 @@ def check_finite(trainer: Any) -> dict[str, int]:
     Returns what records say of the steps that were, if there are any. A collective, which waits for the device.
     """
     guard, progress = trainer.guard, trainer.progress
-    nth, what, ranks, count = guard.look()
+    nth, what, ranks, count = guard.look(trainer.process.device)
     places, guard.places = guard.places, []
     step = progress.step - len(places) + nth
     found = f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}"

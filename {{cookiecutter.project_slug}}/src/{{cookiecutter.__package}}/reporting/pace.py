@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..runtime import all_gather_object
+from ..runtime import all_gather_numbers
 
 
 class Pace:
@@ -62,7 +62,7 @@ class Pace:
         steps, seconds = step - self.step, time.perf_counter() - self.clock
         alone = self.alone + self.busy_seconds() - self.busy
         own = [alone, memory_in_use(self.device), memory_in_use(self.device, peak=True)]
-        everyone, memory, peak = zip(*all_gather_object(own), strict=True)
+        everyone, memory, peak = zip(*all_gather_numbers(own, self.device), strict=True)
         self.start(step)
         record = {"memory_mib": round(max(memory) / 2**20, 1), "peak_memory_mib": round(max(peak) / 2**20, 1)}
         if not steps:

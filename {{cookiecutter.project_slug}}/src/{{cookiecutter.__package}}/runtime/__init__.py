@@ -8,6 +8,7 @@ from .files import disk_errors, publish, remove, replace_text, write_atomically
 from .memory import record_allocations
 from .process_group import (
     Process,
+    all_gather_numbers,
     all_gather_object,
     check_devices,
     choose_backend,

@@ -4,6 +4,7 @@ find_process           which rank this is (from the launcher), and its device
 process_group          init_process_group ... destroy_process_group, around everything else
   on_main              rank 0 does something, every rank gets the result
   all_gather_object    every rank gets the objects of all ranks
+  all_gather_numbers   every rank gets the numbers of all ranks, in a fraction of the time
   set_timeout          short waits, once start-up is over
   timeout              long ones, for what takes as long as it takes
 """
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from ..config import DistributedConfig, UserError
 from ..launch import ProcessInfo, collective_timeout, find_process_info, first_line, is_port
 from .failures import end_failed_rank, report_failures
+from .memory import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ def process_group(config: DistributedConfig, devices_per_rank: int) -> Iterator[
 
     Rejects an environment or settings that do not fit this machine, and a rendezvous at which not all ranks arrive.
     """
+    keep_freed_memory()
     process = find_process(config, devices_per_rank)
     backend = choose_backend(config.backend, process.device)
     on_accelerator = process.device.type != "cpu"
@@ -190,6 +193,19 @@ def all_gather_object(own: T) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
+
+
+def all_gather_numbers(own: list[float], device: torch.device) -> list[list[float]]:
+    """Return the numbers of all ranks, each of which has as many, in the order of ranks; a collective.
+
+    ``device`` is the one that this rank computes on. This is one message, without pickling.
+    """
+    if dist.get_world_size() == 1:
+        return [own]
+    values = torch.tensor(own, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, values)
+    return [of_rank.tolist() for of_rank in everyone]
 
 
 def on_main(action: Callable[[], T]) -> T:
