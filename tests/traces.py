@@ -37,7 +37,7 @@ EVERYWHERE: Table = {
 }
 # In prose: what a README, a setting or a script says. The code is the same under all strategies and for all tasks.
 IN_PROSE: Table = {
-    ("parallelism", "ddp"): r"buckets?\b|sync_batch_norm|unused_parameters",
+    ("parallelism", "ddp"): r"bucket_cap_mb|sync_batch_norm|unused_parameters",
     ("parallelism", "fsdp"): r"reshard|all-gather|reduce-scatter|hybrid sharding",
     ("parallelism", "pipeline"): r"\bstages?\b(?! files)|GPipe|1F1B",
     ("parallelism", "tensor"): r"DTensor",

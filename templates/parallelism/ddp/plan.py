@@ -12,6 +12,8 @@ from .traits import Traits
 class Layout(Traits):
     """Ranks that hold the whole model."""
 
+    other_strategy = "fsdp"
+
     @contextmanager
     def simulated(self) -> Iterator[None]:
         """Let DDP compare no shapes between ranks: it would read what they have sent."""

@@ -15,6 +15,7 @@ from .traits import Traits
 class Layout(Traits):
     """Ranks that hold some stages."""
 
+    other_strategy = "fsdp"
     thrifty = (("schedule", "1F1B"), ("replicas", 1))
 
     def mesh_shape(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-BUCKET_BYTES = 25 * 2**20  # As in DDP: large enough for the bandwidth, small enough to start early.
+BUCKET_BYTES = 25 * 2**20  # Large enough for the bandwidth, small enough to start early.
 
 
 def shard_replica(

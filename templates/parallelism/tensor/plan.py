@@ -9,6 +9,7 @@ from .traits import Traits
 class Layout(Traits):
     """Ranks that hold a shard of each layer."""
 
+    other_strategy = "fsdp"
     thrifty = (("sequence_parallel", True), ("replicas", 1))
 
     def mesh_shape(self) -> tuple[int, int]:

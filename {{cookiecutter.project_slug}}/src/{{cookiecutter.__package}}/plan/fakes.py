@@ -48,7 +48,7 @@ class FakeTensors(FakeTensorMode):
 def complete(func: Any, tensors: Any) -> Any:
     """Return what a collective on ``tensors`` returns that has sent nothing, and is complete."""
     future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(tensors)  # DDP reads it there.
+    future.set_result(tensors)  # Whoever waits reads it there.
     work = _create_work_from_future(future).boxed()
     return work if len(func._schema.returns) == 1 else (tensors, work)
 

@@ -17,7 +17,7 @@ class Traits:
     """
 
     thrifty: tuple[tuple[str, Any], ...] = ()
-    other_strategy = "fsdp"
+    other_strategy: str
     note = ""
 
     def __init__(self, layout: Any, options: PlanOptions) -> None:
