@@ -87,7 +87,9 @@ class Lab:
             return RENDERING[arm]()
         variables = {"OMP_NUM_THREADS": "1", "NPROC": "2", "PYTHON": self.python, "PYTHONWARNINGS": "ignore"}
         with tempfile.TemporaryDirectory(dir=self.folder) as run_dir:
-            first_step, output = execute(self.command(arm, comparison, run_dir), os.environ | variables)
+            first_step, output = execute(
+                self.command(arm, comparison, run_dir), os.environ | variables, self.project(comparison.task)
+            )
             if arm == "saving":
                 return json.loads(output[-1])
             is_ours = arm in ("project", "bare")
@@ -107,10 +109,14 @@ class Lab:
         return [self.python, *TORCHRUN, str(PEERS / FILES[arm]), str(project), *logged, *settings]
 
 
-def execute(words: list[str], environment: dict[str, str]) -> tuple[float, list[str]]:
-    """Run a command; returns the seconds until it printed that its first step is done, and the lines it printed."""
+def execute(words: list[str], environment: dict[str, str], folder: Path) -> tuple[float, list[str]]:
+    """Run a command in a folder, where it may leave a cache.
+
+    Returns the seconds until it printed that its first step is done, and the lines it printed.
+    """
     start, first_step, output = time.perf_counter(), 0.0, []
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout and process.stderr
         for line in process.stdout:
             if line.startswith("first step"):
