@@ -1,7 +1,8 @@
 """What a step of a rendered project takes on real ranks, beside what `plan` says; `test_plan.py` starts this program.
 
-Each of the ranks takes part in groups of 1, 2 and 4 of them, one group after the other. What is measured comes from
-PyTorch itself: the profiler's record of each allocation, and the collectives that reach its dispatcher.
+Each of the ranks takes part in groups of 1, 2 and 4 of them, one group after the other. Measured are the bytes of all
+storages that are alive after each operation (PyTorch's profiler does not see what gloo's threads free), and the
+collectives that reach the dispatcher.
 """
 
 from __future__ import annotations
@@ -9,23 +10,41 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from lab import Lab, batches
 from torch import Tensor
-from torch._C._profiler import _EventType
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 STEPS = 3  # As many as `plan` takes.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv")
+
+
+SUBCLASSES = (DTensor, AsyncCollectiveTensor)  # Their operations end in others, on plain tensors.
+
+
+class Memory(TorchDispatchMode):
+    """Finds the most bytes that the storages of tensors take after an operation, since ``peak`` was set to 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages, self.peak = WeakIdKeyDictionary(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, SUBCLASSES) for kind in types):
+            return NotImplemented
+        outputs = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                self.storages[leaf.untyped_storage()] = None
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))  # FSDP changes their sizes.
+        return outputs
 
 
 class Collectives(TorchDispatchMode):
@@ -36,8 +55,8 @@ class Collectives(TorchDispatchMode):
         self.world_size, self.counts = world_size, Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # It then sends what comes here.
+        if any(issubclass(kind, SUBCLASSES) for kind in types):
+            return NotImplemented
         outputs = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.strip("_").removesuffix("_base").removesuffix("_into_tensor")
         name = name.removesuffix("_tensor").replace("allreduce", "all_reduce").replace("allgather", "all_gather")
@@ -53,29 +72,17 @@ def count_bytes(tensors: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
-def walk(events: list[Any]) -> Iterator[Any]:
-    """Yield events of the profiler, and those within them."""
-    for event in events:
-        yield event
-        yield from walk(event.children)
-
-
 def measure(lab: Lab, words: list[str]) -> dict[str, Any]:
     """Return the most bytes that tensors took in the first steps, and the collectives of the last one."""
-    # gloo's threads free memory, too.
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config) as recorded:
+    with Memory() as memory:
         trainer = lab.trainer(*words)
         ((inputs, targets),) = batches(trainer, 1)
-        start = time.time_ns()
+        memory.peak = 0
         for _ in range(STEPS):
             trainer.step(inputs, targets)
-    events = walk(recorded.profiler.kineto_results.experimental_event_tree())
-    allocations = [event for event in events if event.tag == _EventType.Allocation and event.start_time_ns >= start]
-    totals = [event.extra_fields.total_allocated for event in allocations]
     with Collectives(lab.process.world_size) as collectives:
         trainer.step(inputs, targets)
-    return {"peak": max(totals), "messages": dict(collectives.counts)}
+    return {"peak": memory.peak, "messages": dict(collectives.counts)}
 
 
 def foretell(lab: Lab, words: list[str], ranks: int) -> dict[str, Any]:
