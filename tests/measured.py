@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from lab import Lab, batches
 from torch import Tensor
@@ -30,18 +31,25 @@ SUBCLASSES = (DTensor, AsyncCollectiveTensor)  # Their operations end in others,
 
 
 class Memory(TorchDispatchMode):
-    """Finds the most bytes that the storages of tensors take after an operation, since ``peak`` was set to 0."""
+    """Finds the most bytes that the storages of tensors take after an operation, since ``peak`` was set to 0.
+
+    Without those that were there when ``ignore_all`` was called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages, self.peak = WeakIdKeyDictionary(), 0
+        self.storages, self.ignored, self.peak = WeakIdKeyDictionary(), WeakIdKeyDictionary(), 0
+
+    def ignore_all(self) -> None:
+        self.ignored.update(self.storages)
+        self.storages.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, SUBCLASSES) for kind in types):
             return NotImplemented
         outputs = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.untyped_storage() not in self.ignored:
                 self.storages[leaf.untyped_storage()] = None
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))  # FSDP changes their sizes.
         return outputs
@@ -74,8 +82,12 @@ def count_bytes(tensors: Any) -> int:
 
 def measure(lab: Lab, words: list[str]) -> dict[str, Any]:
     """Return the most bytes that tensors took in the first steps, and the collectives of the last one."""
+    dataset = lab.module("dataset")
     with Memory() as memory:
-        trainer = lab.trainer(*words)
+        datasets = dataset.build_datasets(lab.settings(*words))
+        memory.ignore_all()  # What samples are read from is on the host.
+        with mock.patch.object(dataset, "build_datasets", return_value=datasets):
+            trainer = lab.trainer(*words)
         ((inputs, targets),) = batches(trainer, 1)
         memory.peak = 0
         for _ in range(STEPS):

@@ -16,12 +16,10 @@ MEASURED = Path(__file__).with_name("measured.py")
 SETTINGS = {
     "language": "--model.width 64 --model.layers 6 --model.heads 4 --model.context 64 --train.microbatches 4",
     "digits": "--model.width 32 --model.depth 3 --train.microbatches 4",
-    "control": "--model.width 128 --model.depth 5 --control.environments 8 --control.steps 32 --train.microbatches 4 "
-    "--data.global_batch_size 128",
 }
 CASES = leave_to_weekly(
-    [(name, task) for name in CHOICES["parallelism"] for task in ("language", "digits")] + [("tensor", "control")],
-    [("model_parallel", "digits"), ("data_parallel", "digits"), ("tensor", "digits")],
+    [(name, task) for name in CHOICES["parallelism"] for task in ("language", "digits")],
+    [(name, "digits") for name in ("fsdp", "model_parallel", "tensor", "data_parallel")],
 )
 
 
