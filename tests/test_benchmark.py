@@ -20,8 +20,8 @@ CPU = ("--distributed.device", "cpu")
 WIDTH, BATCH = 8, 64
 SMALL = (*CPU, "--model.width", str(WIDTH), "--model.depth", "1", "--train.max_steps", "6", "--train.log_every", "3")
 # Seconds that are slept in each part of a step; rank 1 loads more slowly, so rank 0 waits for its gradients.
-SLEEPS = {"data": 0.02, "forward": 0.05, "backward": 0.03, "optimizer": 0.04, "logging": 0.06}
-SLOWER, LOG, SAVE, WRITE = 0.2, 3 * SLEEPS["logging"], 0.3, 0.5
+SLEEPS = {"data": 0.1, "forward": 0.15, "backward": 0.15, "optimizer": 0.1, "logging": 0.1}
+SLOWER, LOG, SAVE, WRITE = 0.6, 3 * SLEEPS["logging"], 0.3, 0.5
 # A run that lives in the directory; benchmark must not touch it.
 RUN = {
     "metrics.jsonl": "{}\n",
