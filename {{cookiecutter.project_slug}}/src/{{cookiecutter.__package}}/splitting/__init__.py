@@ -26,7 +26,7 @@ from .replication import reshard, shard_replica, to_local
 #:: if cookiecutter.__shards_layers ::#
 from .replication import GradientBuckets, shard_replica
 #:: endif ::#
-from .seeding import Key, SeededDataset
+from .seeding import Key, SeededDataset, identity
 #:: if cookiecutter.__cuts_blocks ::#
 from .sequence import balance, build_outline
 #:: endif ::#
