@@ -42,7 +42,7 @@ def link_kinds(project: Project, rank: int) -> Iterator[bool]:
     """Yield for each dimension of the mesh whether the ranks that differ from ``rank`` in it are on several nodes."""
     rows, columns = project.layout.mesh_shape()
     row, column = divmod(rank, columns)
-    # Nodes are numbered as ranks are, so the first and the last rank tell.
+    # Nodes are numbered as ranks are, so the first and the last rank suffice.
     yield spans((column, (rows - 1) * columns + column), project.options.ranks_per_node())
     yield spans((row * columns, (row + 1) * columns - 1), project.options.ranks_per_node())
 
