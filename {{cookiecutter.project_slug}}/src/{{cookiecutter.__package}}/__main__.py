@@ -12,7 +12,9 @@ from . import STARTED, launch
 from .config import Config, UserError
 from .launch import Command
 
-PROFILE = {"profile": "Write each rank's trace of a few steps to run.dir, and on CUDA a snapshot of its memory."}
+PROFILE = launch.Option(
+    "profile", "Write each rank's trace of a few steps to run.dir, and on CUDA a snapshot of its memory.", False
+)
 COMMANDS = {
     "train": Command("train, or resume from the newest checkpoint of run.dir", trains=True),
     "evaluate": Command("evaluate --checkpoint PATH on the whole test set", ("checkpoint",)),
@@ -20,8 +22,8 @@ COMMANDS = {
     "generate": Command("print a prompt and its continuation by --checkpoint PATH", ("checkpoint",)),
     #:: endif ::#
     "doctor": Command("check machines, interconnect and disk before a long run", trains=True),
-    "benchmark": Command("measure where the time of a training step goes", trains=True, flags=PROFILE),
-    "plan": Command("simulate a step of --ranks N: memory, messages, time", options=launch.PLAN_OPTIONS, trains=True),
+    "benchmark": Command("measure where the time of a training step goes", trains=True, options=(PROFILE,)),
+    "plan": Command("simulate a step of --ranks N: memory, messages, time", trains=True, options=launch.PLAN_OPTIONS),
     "convert": Command(
         "write --checkpoint PATH in another format as --output PATH", ("checkpoint", "output"), has_settings=False
     ),

@@ -12,20 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..config import UserError
+from .arguments import Option
 
 PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+) *([kKMGTP]i?)?(B|B/s|FLOP/s)")
 # The unit of each amount; the other options are numbers.
 UNITS = {"device_memory": "B", "device_speed": "FLOP/s", "link_bandwidth": "B/s", "node_bandwidth": "B/s"}
-PLAN_OPTIONS = {
-    "ranks": "Number of ranks, over all nodes.",
-    "nodes": "Number of nodes, with equally many ranks; 1 if it is left out.",
-    "device_memory": "Memory of a device, as 80GB.",
-    "device_speed": "What a rank computes, as 300TFLOP/s; doctor measures it.",
-    "link_bandwidth": "What a rank sends to another on the same node, as 200GB/s.",
-    "node_bandwidth": "What a rank sends to another node, as 50GB/s.",
-}
+PLAN_OPTIONS = (
+    Option("ranks", "Number of ranks, over all nodes."),
+    Option("nodes", "Number of nodes, with equally many ranks; 1 if it is left out."),
+    Option("device_memory", "Memory of a device, as 80GB."),
+    Option("device_speed", "What a rank computes, as 300TFLOP/s; doctor measures it."),
+    Option("link_bandwidth", "What a rank sends to another on the same node, as 200GB/s."),
+    Option("node_bandwidth", "What a rank sends to another node, as 50GB/s."),
+)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,14 @@ from .spaces import complete_settings
 OR_NULL = re.compile(r"Does not validate against any of the Union.*?- (.*?)\s*- Expected a <class 'NoneType'>.*", re.S)
 
 
+class Option(NamedTuple):
+    """What one subcommand takes besides settings."""
+
+    name: str
+    help: str
+    takes_value: bool = True
+
+
 class Command(NamedTuple):
     """A subcommand."""
 
@@ -28,8 +36,7 @@ class Command(NamedTuple):
     paths: tuple[str, ...] = ()  # Which of --checkpoint and --output it needs.
     trains: bool = False  # It takes optimizer steps or prepares for them, so the global batch has to divide evenly.
     has_settings: bool = True
-    flags: Mapping[str, str] = {}  # Options without a value that it takes, and what they do.
-    options: Mapping[str, str] = {}  # Options with a value that it takes, and what they mean.
+    options: tuple[Option, ...] = ()
 
 
 class Parser(ArgumentParser):
@@ -43,8 +50,8 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     """Parse the arguments after ``python -m <package>``; rejects an unknown key or a wrong type.
 
     Returns:
-        The subcommand, the sections of its settings by name (none if it takes none), and its paths by name; of its
-        flags and options, those that are given, with the value as text (empty for a flag).
+        The subcommand, the sections of its settings by name (none if it takes none), and its paths by name, with those
+        of its options that are given, as text (empty for an option without a value).
     """
     # jsonargparse cannot parse --checkpoint, because a section has that name.
     path_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -73,9 +80,8 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, di
     if settings and command.trains:  # Otherwise, a checkpoint says what the model is.
         complete_settings(settings["control"], settings["model"])
     #:: endif ::#
-    flags = {flag: "" for flag in command.flags if parsed[name][flag]}
-    options = {option: parsed[name][option] for option in command.options if parsed[name][option] is not None}
-    return name, settings, paths | flags | options
+    options = {option.name: parsed[name][option.name] for option in command.options}
+    return name, settings, paths | {option: value for option, value in options.items() if value is not None}
 
 
 def build_section(kind: type, values: Mapping[str, Any]) -> Any:
@@ -98,10 +104,9 @@ def build_parser(name: str, command: Command) -> ArgumentParser:
         parser.add_argument("--config", action="config", help="YAML file of settings; later arguments override it.")
         for section, kind in sections().items():
             parser.add_class_arguments(kind, section)
-    for flag, meaning in command.flags.items():
-        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
-    for option, meaning in command.options.items():
-        parser.add_argument(f"--{option.replace('_', '-')}", type=str, help=meaning)
+    for option in command.options:
+        value = {"type": str} if option.takes_value else {"action": "store_const", "const": ""}
+        parser.add_argument(f"--{option.name.replace('_', '-')}", help=option.help, **value)
     if name == "evaluate":
         parser.set_defaults({"run.dir": ""})  # By default, the record is only printed.
     return parser
