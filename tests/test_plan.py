@@ -23,24 +23,44 @@ CASES = leave_to_weekly(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("parallelism", "task"), CASES)
-def test_plan_says_what_real_ranks_take(bake: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
-    """Messages and their bytes exactly, and the peak of memory within 10 %."""
-    most = world_size(parallelism, 4)
-    sizes = [size for size in (1, 2, 4) if size <= most]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={most}"]
-    arguments = ["my_experiment", task, tmp_path, ",".join(map(str, sizes)), *SETTINGS[task].split()]
-    project = bake(parallelism=parallelism, task=task)
+# Four ranks, of which the last two have fewer rows of some tensors.
+UNEVEN = "--model.width 66 --model.heads 6 --parallel.replicas 2 --parallel.shard_replicas true"
+
+
+def compare(project: Path, folder: Path, task: str, sizes: list[int], words: str) -> None:
+    """Compare what `plan` says of ranks with what they take: messages exactly, the peak of memory within 10 %."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={sizes[-1]}"]
+    arguments = ["my_experiment", task, folder, ",".join(map(str, sizes)), *words.split()]
     run(*launcher, MEASURED, *arguments, cwd=project, PYTHONPATH="src", CUDA_VISIBLE_DEVICES="")
-    said: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
-    for rank in range(most):
-        for size, measured in json.loads((tmp_path / f"measured{rank}.json").read_text()).items():
+    said: dict[str, Any] = json.loads((folder / "plan.json").read_text())
+    for rank in range(sizes[-1]):
+        for size, measured in json.loads((folder / f"measured{rank}.json").read_text()).items():
             ours = said[size][str(rank)]
-            print(f"{parallelism} {task} {size} {rank}: {ours['peak'] / measured['peak'] - 1:+.1%} {ours['messages']}")
+            print(f"{words} {size} {rank}: {ours['peak'] / measured['peak'] - 1:+.1%} {ours['messages']}")
             assert ours["messages"] == measured["messages"], (size, rank)
             assert ours["peak"] == pytest.approx(measured["peak"], rel=0.1), (size, rank)
             assert bool(ours["messages"]) == (size != "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallelism", "task"), CASES)
+def test_plan_says_what_real_ranks_take(bake: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
+    sizes = [size for size in (1, 2, 4) if size <= world_size(parallelism, 4)]
+    compare(bake(parallelism=parallelism, task=task), tmp_path, task, sizes, SETTINGS[task])
+
+
+@pytest.mark.slow
+@pytest.mark.weekly
+def test_plan_says_what_ranks_with_unequal_shards_take(bake: Bake, tmp_path: Path) -> None:
+    project = bake(parallelism="tensor", task="language")
+    compare(project, tmp_path, "language", [4], f"{SETTINGS['language']} {UNEVEN}")
+
+
+@pytest.mark.slow
+def test_ranks_with_unequal_shards_are_simulated_each(baked: Bake) -> None:
+    _, record = plan(baked(parallelism="tensor", task="language"), "--ranks", "4", *UNEVEN.split())
+    assert [each["ranks"] for each in record["ranks"]] == ["0-1", "2-3"]
+    assert record["ranks"][0]["memory_bytes"]["optimizer"] > record["ranks"][1]["memory_bytes"]["optimizer"]
 
 
 def plan(project: Path, *words: str, expect: int = 0) -> tuple[str, dict[str, Any]]:

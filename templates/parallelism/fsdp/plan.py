@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .traits import Traits
+#:: include "parallelism/shared/rows.py" ::#
 
 
 class Layout(Traits):
@@ -16,10 +17,9 @@ class Layout(Traits):
         return self.layout.replicas, self.options.ranks // self.layout.replicas
 
     def role(self, rank: int, lengths: Collection[int]) -> Any:
-        """Return how many rows a rank's shards have: the last ones may be smaller, as those of ``torch.chunk``."""
+        """Return how many rows a rank has of each tensor."""
         _, size = self.mesh_shape()
-        sizes = [(length, -(-length // size)) for length in lengths]
-        return tuple(min(max(length - rank % size * rows, 0), rows) for length, rows in sizes)
+        return tuple(count_rows(length, size, rank % size) for length in lengths)
 
     def host_kinds(self) -> Collection[str]:
         return ("weights", "gradients", "optimizer") if self.layout.cpu_offload else ()

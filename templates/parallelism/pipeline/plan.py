@@ -10,21 +10,24 @@ from ..benchmark import expected_bubble
 from .fakes import replaced
 from .messages import spans
 from .traits import Traits
+#:: include "parallelism/shared/rows.py" ::#
 
 
 class Layout(Traits):
     """Ranks that hold some stages."""
 
     other_strategy = "fsdp"
-    thrifty = (("schedule", "1F1B"), ("replicas", 1))
+    thrifty = (("schedule", "1F1B"), ("shard_replicas", True), ("replicas", 1))
 
     def mesh_shape(self) -> tuple[int, int]:
         return self.options.ranks // self.layout.replicas, self.layout.replicas
 
     def role(self, rank: int, lengths: Collection[int]) -> Any:
-        """Return a rank's place in its pipeline, and whether its neighbors are on another node."""
+        """Return a rank's place in its pipeline, whether its neighbors are on another node, and its shard's rows."""
         replicas, per_node = self.layout.replicas, self.options.ranks_per_node()
-        return rank // replicas, *(spans((rank, other), per_node) for other in (rank - replicas, rank + replicas))
+        links = [spans((rank, other), per_node) for other in (rank - replicas, rank + replicas)]
+        sharded = lengths if self.layout.shard_replicas else ()
+        return rank // replicas, *links, *(count_rows(length, replicas, rank % replicas) for length in sharded)
 
     def waiting(self, strategy: Any) -> float:
         """Return the bubble of the schedule."""
