@@ -52,6 +52,7 @@ ELSEWHERE = {
     "--selector jobset.sigs.k8s.io/jobset-name=my-experiment": "an option of kubectl logs",
     "restricted": "a policy of Kubernetes",
     **dict.fromkeys(("LimitMEMLOCK=infinity", "IPC_LOCK"), "a setting of containerd, and a capability of Linux"),
+    **dict.fromkeys(("ibv_reg_mr", "ibv_create_qp"), "functions of libibverbs, which NCCL's messages name"),
     **dict.fromkeys(("NET/IB", "NET/Socket"), "what NCCL logs"),
     ".cruft.json": "a file of cruft",
     **dict.fromkeys(("patch -p1 < mistake.diff", "patch -R -p1 < mistake.diff", "patch"), "a program of the system"),

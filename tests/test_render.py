@@ -230,7 +230,7 @@ CHANGED = {
         *docs("any_model", "contrastive", "ema", "gan", "transformers"),
         # What one process cannot do, and mistakes that only this strategy can make.
         *docs("coming_from", "exercises", "from_a_loop", "walk"),
-        "tests/test_training.py",
+        *("tests/test_training.py", "tests/test_gpu.py"),
     },
     "task": {
         *("README.md", "LICENSE", "tests/support.py", "tests/test_dataset.py", "tests/test_generate.py"),
@@ -241,7 +241,7 @@ CHANGED = {
         # Experience is collected instead of read, and evaluation plays; the settings depend on the environment.
         *docs("from_a_loop", "sweep"),
         *("Makefile", "constraints.txt", "docs/environment.md", "tests/plain.py", "tests/test_data.py"),
-        *("tests/test_evaluate.py", "tests/test_experiment.py", "tests/test_training.py"),
+        *("tests/test_evaluate.py", "tests/test_experiment.py", "tests/test_gpu.py", "tests/test_training.py"),
         *package("evaluate.py", "launch/__init__.py", "launch/arguments.py", "launch/spaces.py", "launch/values.py"),
         *package("splitting/__init__.py", "splitting/environments.py", "splitting/experience.py"),
         *package("splitting/policy.py", "benchmark/measure.py", "benchmark/steps.py", "reporting/curves.py"),

@@ -21,6 +21,7 @@ import gymnasium
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 #:: if not cookiecutter.__plays ::#
 from torch.utils.data import IterableDataset
 #:: endif ::#
@@ -38,20 +39,22 @@ class Plain:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train(config: Any, steps: int) -> Plain:
-    """Train for a number of steps."""
+def train(config: Any, steps: int, device: str = "cpu") -> Plain:
+    """Train for a number of steps, with the model on ``device``."""
     torch.manual_seed(config.run.seed)
     train_set, _ = dataset.build_datasets(config)
-    model, plain = build_model(config.model), Plain()
+    model, plain = build_model(config.model).to(device), Plain()
     parameters = [p for p in model.parameters() if p.requires_grad]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     planned = plan_steps(train_set, config)
     #:: if cookiecutter.__plays ::#
-    endless = batches(model, config)  # It plays with the model as it is at that moment.
+    # It plays with the model as it is at that moment.
+    endless = batches(lambda observations: model(observations.to(device)).cpu(), config)
     #:: else ::#
     endless = batches(train_set, config)
     #:: endif ::#
-    for step, (inputs, targets) in enumerate(islice(endless, steps)):
+    for step, batch in enumerate(islice(endless, steps)):
+        inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         losses, weight = dataset.loss_fn(model(inputs), targets)
         loss = (losses["loss"] if isinstance(losses, dict) else losses) / weight
         gradients = torch.autograd.grad(loss, parameters)
@@ -60,7 +63,7 @@ def train(config: Any, steps: int) -> Plain:
         for p, gradient, state in zip(parameters, gradients, moments, strict=True):
             adamw(p, gradient * scale, state, step + 1, lr, config.optim)
         plain.records.append({"step": step + 1, "loss": loss.item(), "lr": lr, "grad_norm": norm})
-    plain.weights = model.state_dict()
+    plain.weights = {name: value.cpu() for name, value in model.state_dict().items()}
     return plain
 
 

@@ -51,8 +51,8 @@ def environment(nproc: int) -> dict[str, str]:
 
 
 def command(*words: str, small: Sequence[str] = SMALL) -> list[str]:
-    """Return the command line of a launch; on the CPU, so that any machine can start any number of ranks."""
-    return [str(ROOT / "scripts" / "launch.sh"), *words[:1], *small, *words[1:], "--distributed.device", "cpu"]
+    """Return the command line of a launch; on the CPU, where any machine can start any number of ranks, by default."""
+    return [str(ROOT / "scripts" / "launch.sh"), *words[:1], *small, "--distributed.device", "cpu", *words[1:]]
 
 
 def launch(
@@ -156,12 +156,12 @@ def load_model(run: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(newest_checkpoint(run))["model"]
 
 
-def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Assert that each tensor differs by no more than ``TOLERANCE`` of its norm."""
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:
+    """Assert that each tensor differs by no more than ``tolerance`` of its norm."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         difference, size = float((value - theirs[name]).norm()), float(theirs[name].norm())
-        assert difference <= TOLERANCE * size, (
+        assert difference <= tolerance * size, (
             f"{name} differs by {difference:.1e} of {size:.1e}; if its gradient is nothing but rounding, as that of an "
             "attention's key bias, AdamW makes full steps of it: raise optim.eps, or do without the parameter"
         )

@@ -39,7 +39,7 @@ def build(process: Any, tmp_path: Path) -> Callable[..., Any]:
 
 def build_trainer(process: Any, run: Path, *words: str) -> Any:
     """Build a trainer that writes to the directory ``run``."""
-    return Trainer(settings(*words, "--distributed.device", "cpu", "--run.dir", str(run)), process)
+    return Trainer(settings("--distributed.device", "cpu", *words, "--run.dir", str(run)), process)
 
 
 def step(trainer: Any) -> dict[str, torch.Tensor]:

@@ -60,8 +60,9 @@ def process_group(config: DistributedConfig, devices_per_rank: int) -> Iterator[
         dist.init_process_group(
             backend,
             timeout=collective_timeout(config.startup_timeout_seconds),
-            # A process with several devices uses the backend on all of them.
-            device_id=process.device if on_accelerator and devices_per_rank == 1 else None,
+            # A process with several devices uses the backend on all of them. For a mesh, PyTorch splits groups that are
+            # bound to a device, which fails under gloo.
+            device_id=process.device if on_accelerator and devices_per_rank == 1 and backend != "gloo" else None,
             **rendezvous_arguments(config.init_method, process),
         )
     WAIT["seconds"] = config.startup_timeout_seconds
