@@ -696,6 +696,12 @@ TEMPLATE = {
         "info.local_rank % count",
         EFFECTS + "ddp",
     ),
+    "pipeline: gloo sends from an accelerator": Mutant(
+        PACKAGE + "runtime/process_group.py",
+        'if backend == "gloo" and device.type',
+        'if backend == "x" and device.type',
+        "test_accelerators.py::stages_do_not_share",
+    ),
     "model_parallel: all blocks are on the first device": Mutant(
         STRATEGIES + "model_parallel/parallel.py",
         "(first.index + i) %",
@@ -790,6 +796,12 @@ TEMPLATE = {
         "        return rank // replicas, *",
         "        return 0, *",
         "test_plan.py::real_ranks_take and pipeline and language",
+    ),
+    "plan: sharded replicas are alike": Mutant(
+        STRATEGIES + "tensor/plan.py",
+        "if self.layout.shard_replicas else []",
+        "if False else []",
+        "test_plan.py::with_unequal_shards_are",
     ),
     "plan: what does not fit is no failure": Mutant(
         PACKAGE + "plan/report.py",

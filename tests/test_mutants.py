@@ -17,7 +17,7 @@ from mutants import PROJECT, TEMPLATE, Mutant
 from runs import replace_once
 
 # `make test-mutants` plants all of them, `make test-long` ten.
-SAMPLE = [*PROJECT, *TEMPLATE][6::13]
+SAMPLE = [*PROJECT, *TEMPLATE][6::17]
 # What a fault leaves that is no longer valid Python, or does not fit the code around it: it would prove nothing.
 ROTTEN = r"\b(NameError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError|AttributeError|TypeError): "
 # As pytest's summary shows an assertion, and pytest.raises without an exception.

@@ -186,7 +186,7 @@ def test_doctor_names_the_gpu(tmp_path: Path) -> None:
 
 def test_ranks_cannot_share_a_gpu(tmp_path: Path) -> None:
     words = ("train", *LENGTH, *SHARED_GPU, "--run.dir", str(tmp_path))
-    assert "gloo sends no stage's output" in launch(*words, nproc=support.RANKS, exit_code=2).stderr
+    assert "gloo, which sends no stage's output" in launch(*words, nproc=support.RANKS, exit_code=2).stderr
 #:: endif ::#
 #:: if not cookiecutter.__one_process ::#
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
-from .config import Config, UserError
+from .config import Config
 from .runtime import Process
 from .splitting import (
     ScheduledStage,
@@ -43,11 +43,6 @@ class Parallel(Strategy):
 
     def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
         self.config = config.parallel
-        if process.device.type != "cpu" and dist.get_backend() == "gloo":
-            raise UserError(
-                "gloo sends no stage's output from an accelerator; use NCCL with a device for each rank, or the CPU "
-                "(--distributed.device cpu)"
-            )
         # The data dimension is the inner one: averaging gradients sends more bytes than passing activations.
         shape = (process.world_size // self.config.replicas, self.config.replicas)
         mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pipeline", "data"))
