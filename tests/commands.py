@@ -141,8 +141,8 @@ def run_architecture(command: Command) -> None:
 
 
 def run_faults(command: Command) -> None:
-    """Let the program print its table of no faults; tests/test_chaos.py injects some."""
-    command.run(re.sub(r"--kills \d+ --others", "--kills 0", command.text))
+    """Let the program print its table of no faults, and of one clean exit; tests/test_chaos.py injects some."""
+    command.run(re.sub(r"--exits \d+", "--exits 1", re.sub(r"--kills \d+ --others", "--kills 0", command.text)))
 
 
 def make(command: Command) -> None:

@@ -50,7 +50,7 @@ def refusal(lab: Lab, *words: str) -> str | None:
     except user_error as error:
         return str(error)
     except Exception as error:
-        return f"\n{type(error).__name__}: {error}"
+        return f"\n{type(error).__name__} ({error})"
     return None
 
 
@@ -89,7 +89,7 @@ def judge_variables(lab: Lab, wrong: list[str], outcomes: Counter[str]) -> None:
                 if "\n" in str(error):
                     wrong.append(f"{name} = {value}: {error}")
             except Exception as error:
-                wrong.append(f"{name} = {str(value)[:20]}: {type(error).__name__}: {error}")
+                wrong.append(f"{name} = {str(value)[:20]}: {type(error).__name__} ({error})")
             else:
                 outcomes["variable: accepted"] += 1
                 on_one_machine = info.local_world_size == info.world_size
@@ -110,6 +110,9 @@ def judge_runs(lab: Lab, accepted: list[tuple[str, str]], wrong: list[str], outc
     """Train with what is accepted: each run comes to its end, or is refused when the value meets the data."""
     for number, (name, value) in enumerate(accepted):
         if name in TEXTS or name.split(".")[0] in ("model", "dataset", "control", "generate"):
+            continue
+        if name == "data.num_workers" and int(value) > 2:
+            wrong.append(f"{name} = {value[:20]} is accepted, and a run would start as many processes")
             continue
         folder = lab.folder / str(number)
         folder.mkdir()
