@@ -47,15 +47,15 @@ STRATEGIES = leave_to_weekly(CHOICES["parallelism"], ("model_parallel", "tensor"
 
 # Each test of these files has its own runs.
 INDEPENDENT = (
-    *("test_effects.py", "test_matrix.py", "test_mutants.py", "test_project.py", "test_recipes.py"),
-    "test_trackers.py",
+    *("test_effects.py", "test_hostile.py", "test_matrix.py", "test_mutants.py", "test_project.py"),
+    *("test_recipes.py", "test_trackers.py"),
 )
 # The slow files that belong to `make test`, which takes at most ten minutes; the others wait for `make test-long`.
 TEN_MINUTES = ("test_matrix.py",)
 # The slowest files start first; otherwise one worker would still run them when the others have finished.
 SLOWEST = (
-    *("test_strategies.py", "test_documents.py", "test_project.py", "test_train.py", "test_symptoms.py"),
-    *("test_experiments.py", "test_recipes.py", "test_render.py", "test_matrix.py"),
+    *("test_strategies.py", "test_documents.py", "test_project.py", "test_hostile.py", "test_train.py"),
+    *("test_symptoms.py", "test_experiments.py", "test_recipes.py", "test_render.py", "test_matrix.py"),
 )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from chaos import Chain, Outcome, Projects, count_exits, other_faults, table
-from conftest import CHOICES, Bake, run
+from conftest import CHOICES, Bake, leave_to_weekly, run
 from faults import Fault
 from runs import ENDLESS, SHORT, edit, find_marked_processes, losses, records, small, started, wait_for_step, wait_until
 
@@ -31,7 +31,7 @@ def chaos(project: Path, kills: int, expect: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+@pytest.mark.parametrize("launcher", leave_to_weekly(["torchrun", "spawn"], ["spawn"]))
 def test_a_run_that_is_killed_at_random_ends_as_one_that_is_left_alone(bake: Bake, launcher: str) -> None:
     output = chaos(bake(launcher=launcher), kills=3)
     times = re.search(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHOICES, STRATEGIES, Bake, run
+from conftest import CHOICES, STRATEGIES, Bake, leave_to_weekly, run
 from runs import (
     SHORT,
     alone,
@@ -271,7 +271,7 @@ def build_optimizer(module, config, register):
 """
 
 
-@pytest.mark.parametrize("parallelism", STRATEGIES)
+@pytest.mark.parametrize("parallelism", leave_to_weekly(CHOICES["parallelism"], {*CHOICES["parallelism"]} - {"fsdp"}))
 def test_registered_state_is_saved_and_restored(bake: Bake, tmp_path: Path, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     append(project, "optim.py", STATE)
@@ -306,11 +306,14 @@ def pretrained(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("parallelism", "kind"),
-    [
-        *((parallelism, "checkpoint") for parallelism in ("ddp", "model_parallel", "tensor", "data_parallel")),
-        # What is read does not depend on the strategy.
-        *(("fsdp", "state_dict"), ("fsdp", "sharded"), ("pipeline", "safetensors")),
-    ],
+    leave_to_weekly(
+        [
+            *((parallelism, "checkpoint") for parallelism in ("ddp", "model_parallel", "tensor", "data_parallel")),
+            # What is read does not depend on the strategy.
+            *(("fsdp", "state_dict"), ("fsdp", "sharded"), ("pipeline", "safetensors")),
+        ],
+        [("model_parallel", "checkpoint"), ("tensor", "checkpoint"), ("data_parallel", "checkpoint")],
+    ),
 )
 def test_a_run_starts_from_weights(baked: Bake, pretrained: Path, tmp_path: Path, parallelism: str, kind: str) -> None:
     content = torch.load(pretrained, weights_only=True)["model"]

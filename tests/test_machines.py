@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import CHOICES, Bake
+from conftest import CHOICES, Bake, leave_to_weekly
 from machines import Machines, start_on_both
 from runs import SHORT, TOLERANCE, alone, checkpoints, find_ranks, last_step, losses
 
@@ -52,7 +52,7 @@ def assert_no_processes_left(machines: Machines) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("launcher", CHOICES["launcher"])
+@pytest.mark.parametrize("launcher", leave_to_weekly(CHOICES["launcher"], ["spawn"]))
 def test_a_run_resumes_after_the_link_is_cut(
     baked: Bake,
     machines: Machines,

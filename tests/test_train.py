@@ -18,7 +18,7 @@ import pexpect
 import pytest
 import torch
 import yaml
-from conftest import CHOICES, Bake
+from conftest import CHOICES, Bake, leave_to_weekly
 from PIL import Image
 from runs import (
     ENDLESS,
@@ -156,7 +156,7 @@ def test_each_record_says_which_rank_is_slow_and_how_much_memory_is_used(
     assert 50 < record["memory_mib"] <= record["peak_memory_mib"] < 5000
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallelism", leave_to_weekly(["ddp", "fsdp"], ["fsdp"]))
 def test_each_record_says_which_rank_has_slow_environments(bake: Bake, tmp_path: Path, parallelism: str) -> None:
     project = bake(parallelism=parallelism, task="control")
     line = "        observations, rewards, terminated, truncated, _ = self.vector.step(valid)\n"
