@@ -48,9 +48,10 @@ class Memory(TorchDispatchMode):
         if any(issubclass(kind, SUBCLASSES) for kind in types):
             return NotImplemented
         outputs = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.untyped_storage() not in self.ignored:
-                self.storages[leaf.untyped_storage()] = None
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)):
+            # DTensor finds the shapes of results with tensors that say that they are on the CPU, and have no memory.
+            if storage.device.type == "cpu" and storage not in self.ignored:
+                self.storages[storage] = None
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))  # FSDP changes their sizes.
         return outputs
 
