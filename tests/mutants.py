@@ -461,7 +461,11 @@ PROJECT = {
         PIPELINE,
     ),
     "tensor: the norm is that of a shard": Mutant(
-        SRC + "parallel.py", "return norm.full_tensor()", "return norm.to_local()", SPLIT, TENSOR
+        SRC + "parallel.py",
+        "nn.utils.get_total_norm(self.gradients())  # type: ignore[assignment]\n        return norm.full_tensor()",
+        "nn.utils.get_total_norm([each.to_local() for each in self.gradients()])\n        return norm",
+        SPLIT,
+        TENSOR,
     ),
     "pipeline: each stage clips for itself": Mutant(
         SRC + "parallel.py",
