@@ -54,6 +54,7 @@ ELSEWHERE = {
     **dict.fromkeys(("LimitMEMLOCK=infinity", "IPC_LOCK"), "a setting of containerd, and a capability of Linux"),
     **dict.fromkeys(("ibv_reg_mr", "ibv_create_qp"), "functions of libibverbs, which NCCL's messages name"),
     **dict.fromkeys(("NET/IB", "NET/Socket"), "what NCCL logs"),
+    "NCCL_IB_DISABLE=1": "a variable of NCCL",
     ".cruft.json": "a file of cruft",
     **dict.fromkeys(("patch -p1 < mistake.diff", "patch -R -p1 < mistake.diff", "patch"), "a program of the system"),
     **dict.fromkeys(("mistake.diff", "step.diff", "latest.pt", "patch loop.py step.diff"), "a file of the reader"),

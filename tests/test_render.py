@@ -223,6 +223,8 @@ CHANGED = {
         *package("benchmark/__init__.py", "benchmark/measure.py", "benchmark/table.py", "benchmark/bubble.py"),
         # What a simulation has to know of the strategy.
         *package("plan/layout.py"),
+        # Whether ranks may share a device.
+        *package("runtime/process_group.py"),
         # How many processes are started.
         *("AGENTS.md", "Makefile", "Dockerfile", "scripts/launch.sh", "scripts/multinode.sh", ".vscode/launch.json"),
         *(".run/train_on_two_ranks.run.xml", "scripts/train.sbatch", "scripts/job.yaml", "scripts/trainjob.yaml"),
