@@ -19,7 +19,8 @@ from runs import ENDLESS, SHORT, edit, find_marked_processes, losses, records, s
 
 pytestmark = pytest.mark.slow
 
-LENGTH = (*SHORT, "--train.max_steps", "60", "--train.epochs", "3")
+# Long enough that a kill comes before the end on a busy machine, too.
+LENGTH = (*SHORT, "--train.max_steps", "150", "--train.epochs", "7")
 
 
 def chaos(project: Path, kills: int, expect: int = 0) -> str:
