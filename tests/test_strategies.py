@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHOICES, STRATEGIES, Bake, leave_to_weekly, run
+from conftest import CHOICES, ONE_STRATEGY, STRATEGIES, Bake, leave_to_weekly, run
 from runs import (
     SHORT,
     TOLERANCE,
@@ -244,7 +244,7 @@ def train_with(project: Path, folder: Path, settings: str, parallelism: str) -> 
 
 
 # PyTorch compiles for a minute; tests/effects.py compiles under every strategy, with a quicker backend.
-@pytest.mark.parametrize("parallelism", leave_to_weekly(CHOICES["parallelism"], {*CHOICES["parallelism"]} - {"fsdp"}))
+@pytest.mark.parametrize("parallelism", ONE_STRATEGY)
 def test_a_strategy_trains_compiled(baked: Bake, tmp_path: Path, parallelism: str) -> None:
     settings = "--train.precision bf16 --train.max_steps 2 --model.depth 1"
     if parallelism != "data_parallel":  # Which rejects it.

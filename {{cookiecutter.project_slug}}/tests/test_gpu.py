@@ -23,7 +23,7 @@ import support
 from conftest import signal_last_rank
 #:: endif ::#
 from support import LENGTH, assert_close, launch, load_model, module, read_records, settings
-from test_training import build_trainer, layers, step
+from test_training import build_trainer, record_dtypes, step
 
 runtime = module("runtime")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -31,16 +31,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 # than on a CPU, because cuDNN and cuBLAS choose other algorithms for other batch sizes; TF32 would change more.
 TOLERANCE = 1e-4
 GPU = ("--distributed.device", "auto")
-#:: if cookiecutter.parallelism == "model_parallel" ::#
-# With gloo, the two devices of a rank, or of all ranks, may be the same GPU.
-ONE_GPU = SHARED_GPU = (*GPU, "--distributed.backend", "gloo")
-NEEDED = 2 * support.RANKS
-#:: else ::#
-ONE_GPU = GPU
-#:: endif ::#
-#:: if not cookiecutter.__one_process and cookiecutter.parallelism != "model_parallel" ::#
+#:: if not cookiecutter.__one_process ::#
 SHARED_GPU = (*GPU, "--distributed.backend", "gloo")
-NEEDED = support.RANKS
+#:: endif ::#
+#:: if cookiecutter.parallelism == "model_parallel" ::#
+ONE_GPU, NEEDED = SHARED_GPU, 2 * support.RANKS  # With gloo, the two devices of a rank may be the same GPU.
+#:: elif cookiecutter.__one_process ::#
+ONE_GPU = GPU
+#:: else ::#
+ONE_GPU, NEEDED = GPU, support.RANKS
 #:: endif ::#
 #:: if not cookiecutter.__one_process ::#
 with_nccl = pytest.mark.skipif(torch.cuda.device_count() < NEEDED, reason=f"needs {NEEDED} CUDA devices")
@@ -118,10 +117,8 @@ def test_products_are_in_tf32_unless_they_are_exact(exact: bool) -> None:
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_layers_compute_in_a_lower_precision(build: Callable[..., Any], precision: str, dtype: torch.dtype) -> None:
     expected = float(step(build())["loss"])
-    trainer, seen = build("--train.precision", precision), set()
-    for layer in layers(trainer):
-        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d):
-            layer.register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
+    trainer = build("--train.precision", precision)
+    seen = record_dtypes(trainer)
     losses = [float(step(trainer)["loss"]) for _ in range(3)]  # The scaler of fp16 may skip a step.
     assert dtype in seen or not seen
     assert losses[0] == pytest.approx(expected, rel=2e-2) and all(math.isfinite(loss) for loss in losses)

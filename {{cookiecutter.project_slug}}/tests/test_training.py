@@ -54,6 +54,15 @@ def layers(trainer: Any) -> list[nn.Module]:
     return [layer for layer in modules if any(p.dim() > 1 for p in layer.parameters(recurse=False))]
 
 
+def record_dtypes(trainer: Any) -> set[torch.dtype]:
+    """Return a set that steps of the trainer fill with the dtypes of what its layers return."""
+    seen = set[torch.dtype]()
+    for layer in layers(trainer):
+        if isinstance(layer, nn.Linear | nn.Conv2d):  # Other layers may return several outputs, or keep fp32.
+            layer.register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
+    return seen
+
+
 def draw() -> list[float]:
     """Draw a number from each of the global generators."""
     return [random.random(), np.random.rand(), torch.rand(1).item()]
@@ -86,10 +95,8 @@ def test_ranks_draw_different_random_numbers(trained: Callable[..., Path]) -> No
 def test_layers_compute_in_the_precision_and_weights_stay_in_fp32(
     build: Callable[..., Any], precision: str, dtype: torch.dtype
 ) -> None:
-    trainer, seen = build("--train.precision", precision), set()
-    for layer in layers(trainer):
-        if isinstance(layer, nn.Linear | nn.Conv2d):  # Other layers may return several outputs, or keep fp32.
-            layer.register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
+    trainer = build("--train.precision", precision)
+    seen = record_dtypes(trainer)
     step(trainer)
     assert dtype in seen or not seen
     assert {p.dtype for p in trainer.parallel.module.parameters()} == {torch.float32}

@@ -104,12 +104,12 @@ def choose_device(config: DistributedConfig, devices_per_rank: int, info: Proces
         fewer = f"start fewer (NPROC={processes})" if processes else f"use fewer for each (--parallel.devices {count})"
         raise UserError(
             f"{info.local_world_size} process(es) on this machine with {devices_per_rank} device(s) each, but {count} "
-#:: if cookiecutter.__has_stages ::#
+            #:: if cookiecutter.__has_stages ::#
             f"device(s): {fewer}, or use the CPU (--distributed.device cpu)"
-#:: else ::#
+            #:: else ::#
             f"device(s): {fewer}, use the CPU (--distributed.device cpu), or share the devices "
             "(--distributed.backend gloo)"
-#:: endif ::#
+            #:: endif ::#
         )
     return torch.device(accelerator.type, info.local_rank * devices_per_rank % count)
 
@@ -128,13 +128,13 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
         default = dist.get_default_backend_for_device(device)
         return default if device.type == "cpu" else f"cpu:gloo,{device.type}:{default}"
-#:: if cookiecutter.__has_stages ::#
+    #:: if cookiecutter.__has_stages ::#
     if backend == "gloo" and device.type != "cpu":
         raise UserError(
             "distributed.backend is gloo, which sends no stage's output from an accelerator; use auto, or the CPU "
             "(--distributed.device cpu)"
         )
-#:: endif ::#
+    #:: endif ::#
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise UserError("distributed.backend is nccl, but this process has no CUDA GPU; use auto or gloo")
     if backend == "mpi" and not dist.is_mpi_available():
