@@ -662,7 +662,31 @@ TEMPLATE = {
     "any number of loader processes is started": Mutant(
         PACKAGE + "launch/values.py", ', "data.num_workers": 2**10', "", "test_hostile.py::nonsense_is_refused and ddp"
     ),
-    # The end of a run
+    # The end of a process and of a run
+    "a rank is taken apart while gloo runs": Mutant(
+        PACKAGE + "__main__.py",
+        "launch.run_and_exit(main, sys.argv[1:])",
+        "main(sys.argv[1:])",
+        "test_ending.py::does_not_abort and torchrun",
+    ),
+    "a spawned rank is taken apart while gloo runs": Mutant(
+        "templates/launcher/spawn/spawn.py",
+        "    run_and_exit(main, argv)",
+        "    main(argv)",
+        "test_ending.py::does_not_abort and spawn",
+    ),
+    "a process does not wait for its threads": Mutant(
+        PACKAGE + "launch/ending.py",
+        "    threading._shutdown()  # type: ignore[attr-defined]\n",
+        "",
+        "test_ending.py::ends_as_with_python",
+    ),
+    "MPI is not finalized": Mutant(
+        PACKAGE + "launch/ending.py",
+        "if distributed and distributed.is_mpi_available()",
+        "if False",
+        "test_ending.py::mpi",
+    ),
     "torchrun reports what its ranks have reported": Mutant(
         "templates/launcher/torchrun/agent.py",
         "except ChildFailedError:",

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from ..config import UserError
+from .ending import run_and_exit
 from .environment import Nodes, exit_with_error, first_line, read_nodes
 from .ranks import Ranks
 from .signals import STOP_SIGNALS, hold_back, start_resource_tracker
@@ -67,13 +68,10 @@ def open_store(nodes: Nodes) -> Any:
 def run_rank(local_rank: int, first_rank: int, argv: Sequence[str]) -> None:
     """Run one rank of this machine, whose ranks start at ``first_rank``."""
     os.environ.update(RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
-    try:
-        # By name, as any launcher starts a program: this room imports nothing from the program that it starts.
-        import_module("{{ cookiecutter.__package }}.__main__").main(argv)
-    except Exception:
-        # Print it here and now, as any program does; PyTorch would leave it in a temporary file for the launcher.
-        sys.excepthook(*sys.exc_info())
-        sys.exit(1)
+    # By name, as any launcher starts a program: this room imports nothing from the program that it starts.
+    main = import_module("{{ cookiecutter.__package }}.__main__").main
+    # It prints an exception here and now, as any program does; PyTorch would leave it in a file for the launcher.
+    run_and_exit(main, argv)
 
 
 @contextmanager

@@ -166,4 +166,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--preflight"]:
         preflight(sys.argv[2:])
     else:
-        main(sys.argv[1:])
+        launch.run_and_exit(main, sys.argv[1:])

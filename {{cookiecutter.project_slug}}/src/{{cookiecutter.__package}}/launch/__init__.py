@@ -9,6 +9,7 @@ It knows the settings (``config``), and nothing about the model, the data or the
 from .amounts import PLAN_OPTIONS, PlanOptions, read_plan_options
 from .arguments import Command, Option, parse
 from .debugger import check_debugger, collective_timeout, wait_for_debugger
+from .ending import run_and_exit
 from .environment import (
     ProcessInfo,
     exit_with_error,

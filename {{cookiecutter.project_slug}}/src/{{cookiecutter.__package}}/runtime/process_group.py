@@ -76,7 +76,7 @@ def process_group(config: DistributedConfig, devices_per_rank: int) -> Iterator[
     finally:
         dist.destroy_process_group()
         PATIENT_GROUPS.clear()
-        # If a gloo thread drops the last reference to a Python object at interpreter exit, the process aborts.
+        # What still refers to the groups keeps their threads running.
         gc.collect()
 
 
