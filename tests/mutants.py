@@ -681,6 +681,9 @@ TEMPLATE = {
         "",
         "test_ending.py::ends_as_with_python",
     ),
+    "what is printed last is lost": Mutant(
+        PACKAGE + "launch/ending.py", "call(sys.stdout.flush)", "0", "test_ending.py::ends_as_with_python"
+    ),
     "MPI is not finalized": Mutant(
         PACKAGE + "launch/ending.py",
         "if distributed and distributed.is_mpi_available()",

@@ -18,7 +18,7 @@ def batches(model: nn.Module, config: Any) -> Iterator[Any]:
 
 
 class World:
-    """One environment, which goes on from one collection to the next."""
+    """One environment, which continues from one collection to the next."""
 
     def __init__(self, config: Any, number: int) -> None:
         self.config, self.number, self.episode = config, number, 0

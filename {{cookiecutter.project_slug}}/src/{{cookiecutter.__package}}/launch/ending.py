@@ -2,7 +2,7 @@
 
 Python would first take everything apart. If one of gloo's threads drops the last reference to a Python object in that
 time, the process aborts: "terminate called without an active exception". ``destroy_process_group`` does not end all of
-these threads, because DTensor's caches hold process groups.
+these threads: DTensor's caches, for example, hold process groups.
 """
 
 import atexit
@@ -15,26 +15,32 @@ from typing import NoReturn
 
 def run_and_exit(function: Callable[..., object], *args: object) -> NoReturn:
     """Call ``function``, then end this process: with 0, 1 if it raised, or what it gave ``sys.exit``."""
-    code = 1
-    try:
-        function(*args)
-        sys.stdout.flush()
-        code = 0
-    except SystemExit as request:
-        code = request.code if isinstance(request.code, int) else int(request.code is not None)
-        if code and not isinstance(request.code, int):
-            print(request.code, file=sys.stderr)
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-    # As Python does: wait for threads that are no daemons, then call what is registered.
+    code = call(function, *args)
+    # As Python does: wait for threads that are no daemons, call what is registered, and write what is printed.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    lost = call(sys.stdout.flush)
     sys.stderr.flush()
-    end_process(code)
+    end_process(code or lost)
+
+
+def call(function: Callable[..., object], *args: object) -> int:
+    """Call ``function``, and print on stderr what it raised; returns an exit code."""
+    try:
+        function(*args)
+    except SystemExit as request:
+        if request.code is None or isinstance(request.code, int):
+            return request.code or 0
+        print(request.code, file=sys.stderr)
+        return 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process, without a word to Python."""
+    """End this process at once; Python does nothing more."""
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_mpi_available():
         sys.exit(code)  # PyTorch finalizes MPI when the C library exits.

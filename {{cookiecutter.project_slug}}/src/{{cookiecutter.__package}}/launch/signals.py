@@ -6,7 +6,7 @@ Slurm signals all processes of a job, Ctrl-C all that the terminal's command has
     rank                 ends; once it trains, it saves first (``StopSignal``)
     loader process       ignores them, and ends with its rank
     resource tracker     ignores them: the helper of Python's multiprocessing that frees what others leave
-    any, while starting  holds them back: Python would print a traceback, or end without a word
+    any, while starting  holds them back: Python would print a traceback, or end silently
 """
 
 import signal

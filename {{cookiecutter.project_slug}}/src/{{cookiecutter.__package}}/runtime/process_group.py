@@ -76,7 +76,7 @@ def process_group(config: DistributedConfig, devices_per_rank: int) -> Iterator[
     finally:
         dist.destroy_process_group()
         PATIENT_GROUPS.clear()
-        # What still refers to the groups keeps their threads running.
+        # Reference cycles that hold the groups would keep their threads running.
         gc.collect()
 
 
