@@ -920,6 +920,12 @@ TEMPLATE = {
         "buffer.is_floating_point()",
         "test_replicas.py::only_batch_norm",
     ),
+    "every rank copies what it saves a share of": Mutant(
+        PACKAGE + "checkpoint/sharded.py",
+        "alike = [rank for rank, each in enumerate(everyone) if each == own]",
+        "alike = [group.rank()]",
+        "test_strategies.py::copies_only_its_share",
+    ),
     "a crafted shard is refused at length": Mutant(
         PACKAGE + "checkpoint/sharded.py",
         'f"{message}: {first_line(first)}"',

@@ -158,6 +158,24 @@ def test_a_run_resumes_from_sharded_checkpoints(baked: Bake, reference_losses: l
     assert losses(tmp_path) == pytest.approx(reference_losses, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "nproc", "layout"), [("ddp", 2, ()), ("pipeline", 4, ("--parallel.replicas", "2"))]
+)
+def test_a_rank_copies_only_its_share_of_what_others_hold_too(
+    bake: Bake, tmp_path: Path, parallelism: str, nproc: int, layout: tuple[str, ...]
+) -> None:
+    """While ranks copy what they save, no rank trains."""
+    project = bake(parallelism=parallelism)
+    count = "held, copied = (sum(tensor.nbytes for tensor in each.values()) for each in (tensors, share))\n"
+    count += f'open(f"{tmp_path}/{{dist.get_rank()}}", "w").write(f"{{held}} {{copied}}")'
+    plant(project, "checkpoint/sharded.py", "    pending = state_dict_saver.async_save(", count)
+    arguments = (*SHORT, *layout, "--checkpoint.format", "sharded", "--run.dir", tmp_path / "run")
+    launch(project, "train", *arguments, nproc=nproc)
+    for rank in range(nproc):
+        held, copied = map(int, (tmp_path / str(rank)).read_text().split())
+        assert 0.4 * held < copied < 0.6 * held
+
+
 @pytest.mark.parametrize(("kind", "suffix", "other"), [("full", ".pt", ".dcp"), ("sharded", ".dcp", ".pt")])
 def test_a_run_resumes_from_a_converted_checkpoint(
     baked: Bake, plain: Path, reference_losses: list[float], tmp_path: Path, kind: str, suffix: str, other: str

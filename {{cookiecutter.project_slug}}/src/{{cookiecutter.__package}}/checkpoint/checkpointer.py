@@ -124,7 +124,7 @@ class Checkpointer:
 
         if self.config.format == "sharded":
             path = path.with_suffix(".dcp")
-            writer = sharded.Writer(path, header, on_finish=clean_up)
+            writer = sharded.Writer(path, header, tensors, on_finish=clean_up)
             on_main(writer.make_folder)
             self.pending = sharded.start_save(tensors, writer, self.group), path
             return

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ..config import UserError
@@ -47,13 +49,20 @@ SAFE_GLOBALS: list[Any] = [
 class Writer(FileSystemWriter):
     """Writes the folder ``path`` under a temporary name, and renames it when all ranks are done: complete or absent.
 
-    On rank 0, ``header`` is the content of the header file, and ``on_finish`` is called at the end.
+    On rank 0, ``header`` is the content of the header file, ``names`` are those of its tensors, in the order to keep,
+    and ``on_finish`` is called at the end.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], on_finish: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, Any],
+        names: Iterable[str],
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(path.with_suffix(".tmp"))
         self.temporary, self.target = path.with_suffix(".tmp"), path
-        self.header, self.on_finish = header, on_finish
+        self.header, self.names, self.on_finish = header, list(names), on_finish
 
     def make_folder(self) -> None:
         """Create the folder, discarding what a killed save left; call it on one rank, before the others write."""
@@ -74,6 +83,7 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: metadata.Metadata, results: list[Any]) -> None:
         """Write the header and rename the folder, on rank 0, when all ranks have written their tensors."""
+        metadata.planner_data = dict.fromkeys(self.names) | metadata.planner_data
         super().finish(metadata, [records for records, _ in results])
         checksums = compute_checksums(self.temporary, [DCP_INDEX])
         for _, of_rank in results:
@@ -116,13 +126,30 @@ def compute_checksums(folder: Path, infos: Iterable[_StorageInfo]) -> dict[tuple
 
 
 def start_save(tensors: dict[str, Tensor], writer: Writer, group: dist.ProcessGroup) -> futures.Future[Any]:
-    """Copy what this rank holds to the CPU, and write the copy in a thread; a collective.
+    """Copy what this rank is to write to the CPU, and write the copy in a thread; a collective.
 
     The threads exchange messages while training does, so ``group`` must have no other use.
     """
-    pending = state_dict_saver.async_save(tensors, storage_writer=writer, process_group=group)
+    share = select_share(tensors, group)
+    pending = state_dict_saver.async_save(share, storage_writer=writer, process_group=group)
     assert isinstance(pending, futures.Future)  # It is one unless copying is asynchronous as well.
     return pending
+
+
+def select_share(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Return the tensors that this rank is to write: ranks that hold the same ones whole share them. A collective.
+
+    DCP itself writes a tensor once, but every rank that holds it would wait until it has a copy.
+    """
+    whole = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    own = blake2b(repr(sorted(whole.items())).encode()).digest()
+    everyone = [own] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    alike = [rank for rank, each in enumerate(everyone) if each == own]
+    # In turn, the largest first, so that each copies about as much.
+    by_size = sorted(whole, key=lambda name: (whole[name], name), reverse=True)
+    others = {*by_size} - {*by_size[alike.index(group.rank()) :: len(alike)]}
+    return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 
 def load(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -138,7 +165,7 @@ def load(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> N
 
 def save_in_one_process(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write a folder; not a collective."""
-    writer = Writer(path, header)
+    writer = Writer(path, header, tensors)
     writer.make_folder()
     with one_line_errors(f"{path} could not be written", UserError):
         state_dict_saver.save(tensors, storage_writer=writer, no_dist=True)
