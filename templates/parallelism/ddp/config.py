@@ -4,7 +4,7 @@ class ParallelConfig:
 
     bucket_cap_mb: PositiveFloat | None = None
     """MiB of gradients per all-reduce: larger buckets mean fewer messages, but less overlap with backward. null is
-    DDP's default: 25, and 1 for the first, so that it starts early."""
+    DDP's default: 25, and 1 for the first, so that it starts early; a gradient of up to 4 MiB is one message."""
     gradient_as_bucket_view: bool = True
     """Store gradients in the buckets themselves, which saves a copy of them."""
     static_graph: bool = False

@@ -36,7 +36,7 @@ class Parallel(Strategy):
             device_ids=None if on_cpu else [self.device],
             # Buffers are averaged before they are used (Strategy.average_buffers), not broadcast in every forward.
             forward_sync_buffers=False,
-            bucket_cap_mb=layout.bucket_cap_mb,
+            bucket_cap_mb=layout.bucket_cap_mb or choose_bucket_cap(self.module),
             gradient_as_bucket_view=layout.gradient_as_bucket_view,
             static_graph=layout.static_graph,
             find_unused_parameters=layout.find_unused_parameters,

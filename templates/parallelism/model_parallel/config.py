@@ -7,7 +7,8 @@ class ParallelConfig:
     split: list[PositiveInt] | None = None
     """Number of blocks on each device, first device first; null balances the devices by parameters."""
     bucket_cap_mb: PositiveFloat | None = None
-    """MiB of gradients per all-reduce between ranks; null is DDP's default: 25, and 1 for the first."""
+    """MiB of gradients per all-reduce between ranks; null is DDP's default: 25, and 1 for the first; a gradient of up
+    to 4 MiB is one message."""
     find_unused_parameters: bool = False
     """Search every step for parameters that get no gradient; needed only if the model has some."""
 

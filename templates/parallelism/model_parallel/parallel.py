@@ -35,7 +35,7 @@ class Parallel(Strategy):
             device_ids=None,  # The parameters are on several devices already.
             # Buffers are averaged before they are used (Strategy.average_buffers), not broadcast in every forward.
             forward_sync_buffers=False,
-            bucket_cap_mb=layout.bucket_cap_mb,
+            bucket_cap_mb=layout.bucket_cap_mb or choose_bucket_cap(self.module),
             gradient_as_bucket_view=True,
             find_unused_parameters=layout.find_unused_parameters,
         )
