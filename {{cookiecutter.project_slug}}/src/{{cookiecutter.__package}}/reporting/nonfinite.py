@@ -7,6 +7,7 @@
 The norm is that of the whole model's gradient, so all ranks decide alike.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -42,9 +43,8 @@ class FiniteGuard:
         self.skipped_in_a_row = 0
         # The place in the data of each step since the last look: the epoch, and the samples of it consumed before.
         self.places: list[tuple[int, int]] = []
-        # Of these steps, counted from 1: the first with such a loss on this rank, the first with such a gradient (0:
-        # none), and how many were left out.
-        self.seen = torch.zeros(3, dtype=torch.int64)
+        # Of these steps: the number, counted from 1, this rank's loss, the norm, and whether the step was left out.
+        self.steps: list[tuple[int, Tensor, Tensor, Tensor]] = []
 
     def begin(self, epoch: int, samples: int) -> None:
         """Note the place of the next step in the data."""
@@ -58,12 +58,11 @@ class FiniteGuard:
             norm: The norm of the whole model's gradient.
             optimizers: A fused one checks on the device; for another, the process has to wait for it.
         """
-        self.seen = self.seen.to(norm.device)  # Which is the CPU if the gradient is offloaded.
-        is_bad = ~torch.stack([loss.detach().float().to(norm.device), norm.detach().float()]).isfinite()
-        is_first = is_bad & (self.seen[:2] == 0)
-        self.seen[:2] += is_first * max(1, len(self.places))
-        left_out = self.seen[1] > 0 if self.stops else is_bad[1]
-        self.seen[2] += left_out
+        norm = norm.detach()  # On the CPU if the gradient is offloaded.
+        left_out = ~norm.isfinite()
+        if self.stops and self.steps:
+            left_out |= self.steps[-1][-1]
+        self.steps.append((max(1, len(self.places)), loss.detach(), norm, left_out))
         for buffer, kept in zip(self.buffers, self.kept, strict=True):
             kept.copy_(torch.where(left_out.to(kept.device), kept, buffer))
             buffer.copy_(kept)
@@ -79,14 +78,26 @@ class FiniteGuard:
         Steps count from the last look; 0: everything was finite. Waits for the ``device`` that this rank computes on; a
         collective.
         """
-        everyone = [list(map(int, seen)) for seen in all_gather_numbers(self.seen.tolist(), device)]
-        self.seen.zero_()
+        everyone = [list(map(int, seen)) for seen in all_gather_numbers(self.count(), device)]
+        self.steps.clear()
         if self.is_scaled:
             everyone = [[loss, 0, count] for loss, _, count in everyone]
         step = min((step for seen in everyone for step in seen[:2] if step), default=0)
         what = "loss" if any(loss == step for loss, *_ in everyone) else "gradient"
         ranks = [rank for rank, seen in enumerate(everyone) if seen[what == "gradient"] == step]
         return step, what, ranks, max(count for *_, count in everyone)
+
+    def count(self) -> list[float]:
+        """Return the first step with such a loss, the first with such a gradient (0: none), and the steps left out."""
+        if not self.steps:
+            return [0, 0, 0]
+        numbers, *columns = zip(*self.steps, strict=True)
+        losses, norms, left_out = (torch.stack([value.float() for value in column]).tolist() for column in columns)
+
+        def first_bad(values: list[float]) -> int:
+            return next((n for n, value in zip(numbers, values, strict=True) if not math.isfinite(value)), 0)
+
+        return [first_bad(losses), first_bad(norms), sum(left_out)]
 
 
 def check_finite(trainer: Any) -> dict[str, int]:

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import Dataset
 
 # A sample of a dataset: (epoch, index). The epoch is part of the key because loader processes hold a copy of the
 # dataset and would not see it change.
 Key = tuple[int, int]
 COLLATE = -1  # Distinguishes the numbers that a batch draws from those of its first sample.
+SAMPLES = np.random.MT19937(0)  # What samples draw from with NumPy; it is seeded anew for each.
 
 
 class SeededDataset(Dataset[Any]):
@@ -76,12 +78,13 @@ def seed_generators(*key: int) -> None:
 @contextmanager
 def restored_generators() -> Iterator[None]:
     """Restore the state of the generators at the end of a ``with`` block."""
-    python, numpy, pytorch = get_state()
+    python, numpy, pytorch = random.getstate(), get_bit_generator(), torch.get_rng_state()
+    set_bit_generator(SAMPLES)  # NumPy's own state would take longer to copy than those of the others.
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)
+        set_bit_generator(numpy)
         torch.set_rng_state(pytorch)
 
 
