@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ class Recorder(StrictEnvironment):
     """cookiecutter's Jinja environment, for many projects: it compiles a template once, and records branches."""
 
     def __init__(self) -> None:
+        if str(TEMPLATE) not in sys.path:  # Which has check_answers.py, an extension; pytest and cookiecutter add it.
+            sys.path.append(str(TEMPLATE))
         super().__init__(context={"cookiecutter": CONTEXT}, keep_trailing_newline=True, **CONTEXT["_jinja2_env_vars"])
         self.filters |= {"condition": self.condition, "included": self.included}
         self.strings: dict[str, Template] = {}

@@ -56,6 +56,10 @@ def test_all_arms_train_with_the_same_settings(tmp_path: Path) -> None:
     assert words["project"][0].endswith("/scripts/launch.sh")
 
 
+def test_what_renders_all_projects_starts_outside_of_pytest() -> None:
+    run(sys.executable, "-c", "import branches; branches.Recorder()", cwd=Path(__file__).parent)
+
+
 @pytest.mark.slow
 def test_a_step_reuses_the_memory_of_the_one_before(plain: Path) -> None:
     faults = int(run(sys.executable, "-c", FAULTS, cwd=plain, PYTHONPATH="src").stdout)
