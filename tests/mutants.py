@@ -922,8 +922,8 @@ TEMPLATE = {
     ),
     "every rank copies what it saves a share of": Mutant(
         PACKAGE + "checkpoint/sharded.py",
-        "alike = [rank for rank, each in enumerate(everyone) if each == own]",
-        "alike = [group.rank()]",
+        "alike = [rank for rank, each in enumerate(all_gather_object(own)) if each == own]",
+        "alike = [dist.get_rank()]",
         "test_strategies.py::copies_only_its_share",
     ),
     "a crafted shard is refused at length": Mutant(

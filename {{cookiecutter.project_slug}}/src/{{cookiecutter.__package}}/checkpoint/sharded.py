@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from ..config import UserError
 from ..launch import first_line
-from ..runtime import disk_errors, publish, remove, write_atomically
+from ..runtime import all_gather_object, disk_errors, publish, remove, write_atomically
 from .content import DamagedCheckpointError
 
 HEADER = "header.pt"
@@ -83,6 +83,7 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: metadata.Metadata, results: list[Any]) -> None:
         """Write the header and rename the folder, on rank 0, when all ranks have written their tensors."""
+        # Without it, the names would be in the order of the ranks' shares.
         metadata.planner_data = dict.fromkeys(self.names) | metadata.planner_data
         super().finish(metadata, [records for records, _ in results])
         checksums = compute_checksums(self.temporary, [DCP_INDEX])
@@ -130,26 +131,24 @@ def start_save(tensors: dict[str, Tensor], writer: Writer, group: dist.ProcessGr
 
     The threads exchange messages while training does, so ``group`` must have no other use.
     """
-    share = select_share(tensors, group)
+    share = select_share(tensors)
     pending = state_dict_saver.async_save(share, storage_writer=writer, process_group=group)
     assert isinstance(pending, futures.Future)  # It is one unless copying is asynchronous as well.
     return pending
 
 
-def select_share(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+def select_share(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that this rank is to write: ranks that hold the same ones whole share them. A collective.
 
     DCP itself writes a tensor once, but every rank that holds it would wait until it has a copy.
     """
-    whole = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    own = blake2b(repr(sorted(whole.items())).encode()).digest()
-    everyone = [own] * group.size()
-    dist.all_gather_object(everyone, own, group=group)
-    alike = [rank for rank, each in enumerate(everyone) if each == own]
-    # In turn, the largest first, so that each copies about as much.
-    by_size = sorted(whole, key=lambda name: (whole[name], name), reverse=True)
-    others = {*by_size} - {*by_size[alike.index(group.rank()) :: len(alike)]}
-    return {name: tensor for name, tensor in tensors.items() if name not in others}
+    by_size = sorted((each.nbytes, name) for name, each in tensors.items() if not isinstance(each, DTensor))
+    own = blake2b(repr(by_size).encode()).digest()
+    alike = [rank for rank, each in enumerate(all_gather_object(own)) if each == own]
+    # In turn, so that each rank copies about as much.
+    turn = by_size[alike.index(dist.get_rank()) :: len(alike)]
+    share = {name for _, name in turn}
+    return {name: each for name, each in tensors.items() if name in share or isinstance(each, DTensor)}
 
 
 def load(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:

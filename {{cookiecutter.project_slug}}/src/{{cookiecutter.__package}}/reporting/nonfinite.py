@@ -7,7 +7,6 @@
 The norm is that of the whole model's gradient, so all ranks decide alike.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -43,8 +42,9 @@ class FiniteGuard:
         self.skipped_in_a_row = 0
         # The place in the data of each step since the last look: the epoch, and the samples of it consumed before.
         self.places: list[tuple[int, int]] = []
-        # Of these steps: the number, counted from 1, this rank's loss, the norm, and whether the step was left out.
-        self.steps: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        # Of these steps: the number, counted from 1, this rank's loss and the norm.
+        self.steps: list[tuple[int, Tensor, Tensor]] = []
+        self.left_out = torch.tensor(False)  # Whether the last one was.
 
     def begin(self, epoch: int, samples: int) -> None:
         """Note the place of the next step in the data."""
@@ -61,8 +61,9 @@ class FiniteGuard:
         norm = norm.detach()  # On the CPU if the gradient is offloaded.
         left_out = ~norm.isfinite()
         if self.stops and self.steps:
-            left_out |= self.steps[-1][-1]
-        self.steps.append((max(1, len(self.places)), loss.detach(), norm, left_out))
+            left_out |= self.left_out
+        self.left_out = left_out
+        self.steps.append((max(1, len(self.places)), loss.detach(), norm))
         for buffer, kept in zip(self.buffers, self.kept, strict=True):
             kept.copy_(torch.where(left_out.to(kept.device), kept, buffer))
             buffer.copy_(kept)
@@ -88,16 +89,12 @@ class FiniteGuard:
         return step, what, ranks, max(count for *_, count in everyone)
 
     def count(self) -> list[float]:
-        """Return the first step with such a loss, the first with such a gradient (0: none), and the steps left out."""
+        """Return the first step with such a loss, the first with such a gradient (0: none), and the number of these."""
         if not self.steps:
             return [0, 0, 0]
         numbers, *columns = zip(*self.steps, strict=True)
-        losses, norms, left_out = (torch.stack([value.float() for value in column]).tolist() for column in columns)
-
-        def first_bad(values: list[float]) -> int:
-            return next((n for n, value in zip(numbers, values, strict=True) if not math.isfinite(value)), 0)
-
-        return [first_bad(losses), first_bad(norms), sum(left_out)]
+        losses, norms = (torch.tensor(numbers)[~torch.stack(values).isfinite().cpu()].tolist() for values in columns)
+        return [min(losses, default=0), min(norms, default=0), len(norms)]
 
 
 def check_finite(trainer: Any) -> dict[str, int]:
