@@ -43,7 +43,7 @@ def slow_down(project: Path) -> None:
     edit(project, "model.py", "from torch import Tensor, nn\n", "import time\n\nfrom torch import Tensor, nn\n")
     plant(project, "model.py", "        return self.linear(features.mean(dim=(2, 3)))\n", FORWARD)
     plant(project, "train.py", "        self.scaler.step(self.optimizer)\n", f"time.sleep({SLEEPS['optimizer']})")
-    plant(project, "train.py", "        skipped = check_finite(self)\n", f"time.sleep({LOG})")
+    plant(project, "train.py", "        skipped = check_finite(self, guards)\n", f"time.sleep({LOG})")
     plant(project, "train.py", "        self.parallel.average_buffers()\n", f"time.sleep({SAVE})")
     plant(
         project,

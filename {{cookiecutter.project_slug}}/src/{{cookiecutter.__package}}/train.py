@@ -9,7 +9,6 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import STARTED, dataset, runtime
@@ -191,14 +190,14 @@ class Trainer:
         self.pace.start(self.progress.step)
 
     def log(self, losses: dict[str, Tensor], norm: Tensor, lr: float) -> None:
-        """Log the last step; only here does the loop wait for the device."""
-        skipped = check_finite(self)
-        values = torch.stack(list(losses.values()))
-        dist.all_reduce(values)
+        """Log the last step, with one message; only here does the loop wait for the device."""
+        own = self.guard.count(), self.pace.count(), torch.stack(list(losses.values())).tolist()
+        guards, paces, parts = runtime.all_gather_numbers(*own, device=self.process.device)
+        skipped = check_finite(self, guards)
+        means = dict(zip(losses, map(sum, zip(*parts, strict=True)), strict=True))
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}
-        record |= dict(zip(losses, values.tolist(), strict=True)) | {"lr": lr, "grad_norm": norm.item()}
-        record |= getattr(self.sampler, "metrics", {}) | skipped
-        self.tracker.log(record | self.pace.measure(self.progress.step))
+        record |= means | {"lr": lr, "grad_norm": norm.item()} | getattr(self.sampler, "metrics", {}) | skipped
+        self.tracker.log(record | self.pace.measure(self.progress.step, paces))
 
     def evaluate(self) -> None:
         """Evaluate on the test set, and save the model if it is the best so far."""

@@ -73,13 +73,12 @@ class FiniteGuard:
             elif left_out:
                 optimizer.zero_grad()
 
-    def look(self, device: torch.device) -> tuple[int, str, list[int], int]:
-        """Return what was not finite since the last look, as (step, loss or gradient, ranks, number of steps).
+    def judge(self, counted: list[list[float]]) -> tuple[int, str, list[int], int]:
+        """Return what was not finite since the last call, as (step, loss or gradient, ranks, number of steps).
 
-        Steps count from the last look; 0: everything was finite. Waits for the ``device`` that this rank computes on; a
-        collective.
+        Steps count from the last call; 0: everything was finite. ``counted`` is what each rank has counted.
         """
-        everyone = [list(map(int, seen)) for seen in all_gather_numbers(self.count(), device)]
+        everyone = [list(map(int, seen)) for seen in counted]
         self.steps.clear()
         if self.is_scaled:
             everyone = [[loss, 0, count] for loss, _, count in everyone]
@@ -89,7 +88,10 @@ class FiniteGuard:
         return step, what, ranks, max(count for *_, count in everyone)
 
     def count(self) -> list[float]:
-        """Return the first step with such a loss, the first with such a gradient (0: none), and the number of these."""
+        """Return the first step with such a loss, the first with such a gradient (0: none), and the number of these.
+
+        Waits for the device.
+        """
         if not self.steps:
             return [0, 0, 0]
         numbers, *columns = zip(*self.steps, strict=True)
@@ -97,13 +99,16 @@ class FiniteGuard:
         return [min(losses, default=0), min(norms, default=0), len(norms)]
 
 
-def check_finite(trainer: Any) -> dict[str, int]:
+def check_finite(trainer: Any, counted: list[list[float]] | None = None) -> dict[str, int]:
     """Reject a loss or a gradient that was not finite since the last call, or print which steps were left out.
 
-    Returns what records say of the steps that were, if there are any. A collective, which waits for the device.
+    Returns what records say of the steps that were, if there are any. A collective, which waits for the device, unless
+    it is given what the guard of each rank has ``counted``.
     """
     guard, progress = trainer.guard, trainer.progress
-    nth, what, ranks, count = guard.look(trainer.process.device)
+    if counted is None:
+        (counted,) = all_gather_numbers(guard.count(), device=trainer.process.device)
+    nth, what, ranks, count = guard.judge(counted)
     places, guard.places = guard.places, []
     step = progress.step - len(places) + nth
     found = f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}"

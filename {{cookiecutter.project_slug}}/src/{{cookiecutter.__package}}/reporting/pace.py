@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from ..runtime import all_gather_numbers
-
 
 class Pace:
     """Measures steps between two log records, without evaluation and saving.
@@ -54,15 +52,18 @@ class Pace:
         """Note that the gradients are exchanged."""
         self.mark, self.is_alone = time.perf_counter(), True
 
-    def measure(self, step: int) -> dict[str, float]:
-        """Return what to log, and start again; a collective.
+    def count(self) -> list[float]:
+        """Return what ``measure`` needs of each rank: the seconds it was alone, and its memory and peak in bytes."""
+        alone = self.alone + self.busy_seconds() - self.busy
+        return [alone, memory_in_use(self.device), memory_in_use(self.device, peak=True)]
+
+    def measure(self, step: int, counted: list[list[float]]) -> dict[str, float]:
+        """Return what to log, of what each rank has counted, and start again.
 
         ``slowest_rank`` needs ``behind_ms`` more for a step than the fastest; memory is that of the rank with the most.
         """
         steps, seconds = step - self.step, time.perf_counter() - self.clock
-        alone = self.alone + self.busy_seconds() - self.busy
-        own = [alone, memory_in_use(self.device), memory_in_use(self.device, peak=True)]
-        everyone, memory, peak = zip(*all_gather_numbers(own, self.device), strict=True)
+        everyone, memory, peak = zip(*counted, strict=True)
         self.start(step)
         record = {"memory_mib": round(max(memory) / 2**20, 1), "peak_memory_mib": round(max(peak) / 2**20, 1)}
         if not steps:

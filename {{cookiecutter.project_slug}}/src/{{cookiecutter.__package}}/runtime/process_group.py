@@ -4,7 +4,7 @@ find_process           which rank this is (from the launcher), and its device
 process_group          init_process_group ... destroy_process_group, around everything else
   on_main              rank 0 does something, every rank gets the result
   all_gather_object    every rank gets the objects of all ranks
-  all_gather_numbers   every rank gets the numbers of all ranks, in a fraction of the time
+  all_gather_numbers   every rank gets the lists of numbers of all ranks, in a fraction of the time
   set_timeout          short waits, once start-up is over
   timeout              long ones, for what takes as long as it takes
 """
@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -207,17 +208,18 @@ def all_gather_object(own: T) -> list[T]:
     return everyone
 
 
-def all_gather_numbers(own: list[float], device: torch.device) -> list[list[float]]:
-    """Return the numbers of all ranks, each of which has as many, in the order of ranks; a collective.
+def all_gather_numbers(*own: list[float], device: torch.device) -> list[list[list[float]]]:
+    """Return for each of the given lists those of all ranks, in the order of ranks; a collective.
 
-    ``device`` is the one that this rank computes on. This is one message, without pickling.
+    A list has the same length on every rank; ``device`` is the one that this rank computes on. This is one message,
+    without pickling.
     """
     if dist.get_world_size() == 1:
-        return [own]
-    values = torch.tensor(own, dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, values)
-    return [of_rank.tolist() for of_rank in everyone]
+        return [[numbers] for numbers in own]
+    values = torch.tensor(list(chain.from_iterable(own)), dtype=torch.float64, device=device)
+    everyone = values.new_empty(dist.get_world_size(), len(values))
+    dist.all_gather(list(everyone), values)
+    return [numbers.tolist() for numbers in everyone.cpu().split(list(map(len, own)), dim=1)]
 
 
 def on_main(action: Callable[[], T]) -> T:
