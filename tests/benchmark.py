@@ -61,7 +61,7 @@ COMPARISONS = [
     Comparison("digits", "digits", 130, 30),
     Comparison("digits with BatchNorm", "digits", 130, 30, settings=("--model.norm", "batch")),
     Comparison("language", "language", 60, 10),
-    Comparison("bare", "digits", 130, 30, ("project", "bare")),
+    Comparison("bare", "digits", 850, 50, ("bare",)),
     Comparison("saving", "language", 10, 0, ("saving",), tuple(LARGE)),
     Comparison("rendering", "digits", 0, 0, ("one project",)),
     Comparison("rendering all", "digits", 0, 0, ("all projects",), rounds=1),
@@ -90,11 +90,10 @@ class Lab:
             first_step, output = execute(
                 self.command(arm, comparison, run_dir), os.environ | variables, self.project(comparison.task)
             )
-            if arm == "saving":
+            if arm in ("saving", "bare"):
                 return json.loads(output[-1])
-            is_ours = arm in ("project", "bare")
-            seconds = read_seconds(Path(run_dir)) if is_ours else json.loads(output[-1])["seconds"]
-        counted = seconds[-1:] if arm == "bare" else seconds[comparison.warm_up // 10 - 1 :]
+            seconds = read_seconds(Path(run_dir)) if arm == "project" else json.loads(output[-1])["seconds"]
+        counted = seconds[comparison.warm_up // 10 - 1 :]
         return {"steps_per_second": (comparison.steps - comparison.warm_up) / sum(counted), "first_step": first_step}
 
     def command(self, arm: str, comparison: Comparison, run_dir: str) -> list[str]:
@@ -105,8 +104,8 @@ class Lab:
         settings += ["--distributed.device", "cpu", *comparison.settings]
         if arm == "project":
             return [f"{project}/scripts/launch.sh", "train", *settings]
-        logged = [f"{comparison.warm_up},{comparison.steps}"] if arm == "bare" else []
-        return [self.python, *TORCHRUN, str(PEERS / FILES[arm]), str(project), *logged, *settings]
+        warm_up = [str(comparison.warm_up)] if arm == "bare" else []
+        return [self.python, *TORCHRUN, str(PEERS / FILES[arm]), str(project), *warm_up, *settings]
 
 
 def execute(words: list[str], environment: dict[str, str], folder: Path) -> tuple[float, list[str]]:

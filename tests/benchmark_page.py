@@ -82,17 +82,14 @@ def steps_table(comparison: str, rows: Rows) -> str:
 
 def surroundings(rows: Rows) -> str:
     """Return what surrounds a step: what the loop adds, a save, a start, and rendering."""
-    bare = ratios(*(select(rows, "bare", arm, "steps_per_second") for arm in ("bare", "project")))
     starts = ratios(*(select(rows, "digits", arm, "first_step") for arm in ("project", "hand-written loop")))
     stall, plain, size = (select(rows, "saving", "saving", name) for name in ("stall", "plain", "mebibytes"))
+    share = list(select(rows, "bare", "bare", "share").values())
     one = list(select(rows, "rendering", "one project", "seconds").values())
     every = list(select(rows, "rendering all", "all projects", "seconds").values())
     percent = "{:.1%}".format
     lines = {
-        "logging, stop agreement, seeding and progress of digits, in relation to a step without them": (
-            [ratio - 1 for ratio in bare],
-            percent,
-        ),
+        "logging, stop agreement, seeding and progress of digits, in relation to a step without them": (share, percent),
         f"how long a sharded save of {max(size.values(), default=0)} MiB keeps training waiting, in relation to "
         "`torch.save` of the same": (ratios(stall, plain), percent),
         "from the command to the end of the first step, in relation to the hand-written loop": (

@@ -10,6 +10,7 @@ import benchmark_page
 import pytest
 from benchmark import Comparison, Lab, missing, ratios
 from conftest import run
+from runs import plant
 
 # Prints the page faults of a step that allocates 32 MiB, or 8192 pages, as the one before did.
 FAULTS = """
@@ -40,13 +41,21 @@ def test_ratios_are_taken_within_rounds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["project", "hand-written loop", "no communication", "bare"])
+@pytest.mark.parametrize("arm", ["project", "hand-written loop", "no communication"])
 def test_an_arm_takes_steps(arm: str, tmp_path: Path) -> None:
     comparison = Comparison("short", "digits", 40, 20)
     measured = Lab(tmp_path, sys.executable).measure(arm, comparison)
-    assert measured["steps_per_second"] > 0
-    if arm != "bare":
-        assert measured["first_step"] > 0
+    assert measured["steps_per_second"] > 0 and measured["first_step"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_is_compared_with_one_that_lacks_what_surrounds_it(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, sys.executable)
+    plant(
+        lab.project("digits"), "reporting/tracker.py", "            self.bar.update()\n", "import time; time.sleep(0.2)"
+    )
+    measured = lab.measure("bare", Comparison("short", "digits", 100, 20, ("bare",)))
+    assert measured["pairs"] == 2 and measured["share"] > 2
 
 
 def test_all_arms_train_with_the_same_settings(tmp_path: Path) -> None:
