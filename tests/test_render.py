@@ -235,7 +235,8 @@ CHANGED = {
         *("tests/test_training.py", "tests/test_gpu.py"),
     },
     "task": {
-        *("README.md", "LICENSE", "tests/support.py", "tests/test_dataset.py", "tests/test_generate.py"),
+        *("README.md", "LICENSE", "tests/support.py", "tests/test_dataset.py", "tests/test_environments.py"),
+        *("tests/walk.py", "tests/test_generate.py"),
         *EXPERIMENTS,
         *package("model.py", "dataset.py", "config.py", "launch/preflight.py", "digits.npz", "digits.md"),
         *package("reporting/generate.py", "__main__.py"),

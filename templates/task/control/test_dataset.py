@@ -1,12 +1,10 @@
-"""Environments and experience: the same for any number of ranks, restored exactly, and rejected in one line."""
+"""Experience: the same for any number of ranks, and restored exactly."""
 
 import json
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -27,70 +25,11 @@ from support import (
     read_records,
     settings,
 )
+from walk import WALK, Walk, advance, build, same
 
-config, dataset, spaces, splitting = module("config"), module("dataset"), module("launch.spaces"), module("splitting")
+config, dataset, splitting = module("config"), module("dataset"), module("splitting")
 draw_actions = module("splitting.policy").draw_actions
 CONTINUOUS = ("--control.environment", "Pendulum-v1")
-Guard = Callable[[], AbstractContextManager[None]]
-
-
-class Walk(gymnasium.Env[Any, Any]):
-    """A position, moved by pushes between 0 and 4; ``fault`` says what is wrong with it."""
-
-    fault = ""
-
-    def __init__(self) -> None:
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-        self.action_space = gymnasium.spaces.Box(0, 4, (1,), np.float32)
-        if self.fault == "init":
-            raise RuntimeError("no\nlicense")
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.seen, self.received = 0, []
-        size = 2 if self.fault == "shape" else 1
-        self.position = np.random.random(size) if self.fault == "global" else self.np_random.random(size)
-        return self.position.astype(np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.seen += 1
-        self.received.append(float(action[0]))
-        self.position = self.position + action
-        if self.fault == "in place":
-            action[:] = 0
-        is_bad = self.fault == "reward" and self.seen == 3
-        observation = self.position if self.fault != "observation" or self.seen != 3 else self.position * np.nan
-        return observation.astype(np.float32), math.nan if is_bad else 1.0, False, False, {}
-
-
-gymnasium.register("Walk-v0", Walk, max_episode_steps=50)
-gymnasium.register("Endless-v0", Walk)
-gymnasium.register("Image-v0", lambda: gymnasium.wrappers.ReshapeObservation(Walk(), (1, 1, 1)), max_episode_steps=50)
-gymnasium.register("Random-v0", Walk, max_episode_steps=50, nondeterministic=True)
-WALK = ("--control.environment", "Walk-v0")
-
-
-def build(*words: str, dp_rank: int = 0, dp_size: int = 1, guard: Guard = nullcontext) -> Any:
-    """Return the experience of one rank, with the model's initial weights as its policy."""
-    chosen = settings(*words)
-    torch.manual_seed(0)
-    model = module("model").build_model(chosen.model)
-    cpu = torch.device("cpu")
-    strategy = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size, device=cpu, module=model, predict=model)
-    rollouts, _ = dataset.build_datasets(chosen)
-    return rollouts.build_loader(strategy, chosen.data, chosen.run.seed, lambda *_: None, guard)[0]
-
-
-def advance(experience: Any, epoch: int) -> list[Any]:
-    """Return the batches of an epoch."""
-    experience.set_epoch(epoch)
-    return list(experience)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two states are bitwise the same."""
-    pairs = zip(torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(other), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 @pytest.mark.parametrize("words", [(), CONTINUOUS])
@@ -327,104 +266,3 @@ def test_the_whole_first_episode_is_filmed(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [axes.get_ylabel() for axes in panels] == ["observation", "action", "sum of rewards"]
     assert [line.get_ydata().tolist() for line in panels[2].lines] == [[1, 2, 3, 4, 5]]
     assert panels[2].get_xlabel() == "step of the episode" and len(panels[0].lines) == 4
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("--control.environment CartPol-v1", "control.environment is CartPol-v1"),
-        ("--control.environment a:b:c", "control.environment is a:b:c, which cannot be made or played: "),
-        ("--control.environment Endless-v0", "give --control.max_episode_steps"),
-        ("--control.environment Random-v0", "registered as nondeterministic"),
-        ("--control.environment Walk-v0 --control.gif episode.gif", "cannot render to an array"),
-        ("--control.environment FrozenLake-v1", "observations are a Discrete; the model takes vectors"),
-        ("--control.environment Image-v0", "observations are a Box of shape (1, 1, 1); the model takes vectors"),
-        ("--model.observations 3", "model.observations 3"),
-        ("--control.environment absent:Absent-v0", "No module named 'absent'"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*render_mode")  # Gymnasium warns of what is rejected.
-def test_an_environment_that_does_not_fit_is_rejected(
-    capsys: pytest.CaptureFixture[str], words: str, named: str
-) -> None:
-    with pytest.raises(SystemExit):
-        settings(*words.split())
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and named in error
-
-
-@pytest.mark.parametrize(("saved", "given"), [("antigravity:Reach-v0", "CartPole-v1"), ("Pendulum-v1", "CartPole-v1")])
-def test_a_checkpoint_names_the_environment_but_no_other_package(saved: str, given: str) -> None:
-    chosen, other = config.ControlConfig(environment=given), config.ControlConfig(environment=saved)
-    if ":" in saved:
-        with pytest.raises(config.UserError, match=f"add --control.environment {saved}"):
-            spaces.take_environment("step.pt", other, chosen)
-    else:
-        spaces.take_environment("step.pt", other, chosen)
-        assert chosen.environment == saved
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise gymnasium.error.DependencyNotInstalled("pygame is not installed,\nrun `pip install ...`")
-
-    monkeypatch.setattr(gymnasium, "make", fail)
-    with pytest.raises(config.UserError, match="made or played: DependencyNotInstalled: pygame is not installed, run"):
-        spaces.measure_spaces(config.ControlConfig())
-
-
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        ("init", "RuntimeError: no license; gymnasium.pprint_registry()"),
-        ("global", "something else for the same seed and actions"),
-        ("shape", "should be a Box of shape (1,), but reset returned one of shape (2,)"),
-    ],
-)
-def test_an_environment_with_a_fault_is_rejected_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, named: str
-) -> None:
-    monkeypatch.setattr(Walk, "fault", fault)
-    with pytest.raises(SystemExit):
-        settings(*WALK)
-    error = capsys.readouterr().err
-    assert named in error and error.count("\n") == 1
-
-
-def test_a_limit_of_the_steps_of_an_episode_is_obeyed() -> None:
-    experience = build("--control.environment", "Endless-v0", "--control.max_episode_steps", "6")
-    advance(experience, 0)
-    assert experience.metrics["max_return"] == experience.metrics["mean_length"] == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("--data.global_batch_size 18", "data.global_batch_size is 18, .*; 16 or 32 would"),
-        ("--data.num_workers 1", "data.num_workers is 1"),
-        ("--control.environments 5", r"control.environments is 5, .* 2 share\(s\); 6 would"),
-    ],
-)
-def test_settings_that_cannot_be_trained_with_are_rejected(words: str, named: str) -> None:
-    chosen = settings(*words.split())
-    with pytest.raises(config.UserError, match=named):
-        chosen.control.check_batch(chosen.data, shares=2)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("--control.discount 1.5", r"control.discount is 1\.5"),
-        ("--control.gif episode.mp4", "control.gif is episode.mp4; .* ends with .gif"),
-        (f"--control.gif {__file__}/episode.gif", "which cannot be written"),
-    ],
-)
-def test_a_setting_that_makes_no_sense_is_rejected(words: str, named: str) -> None:
-    with pytest.raises(config.UserError, match=named):
-        settings(*words.split()).check()
-
-
-@pytest.mark.parametrize("name", ["environments", "steps", "passes"])
-def test_a_number_that_would_fill_the_memory_is_rejected(name: str) -> None:
-    with pytest.raises(config.UserError, match=f"control.{name} is .*; give at most"):
-        module("launch").check_values(vars(settings(f"--control.{name}", "9007199254740991")))
