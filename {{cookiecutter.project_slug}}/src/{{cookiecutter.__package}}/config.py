@@ -192,7 +192,7 @@ class DistributedConfig:
     """Longest wait for other ranks from the second step on, after which the run ends with an error."""
     startup_timeout_seconds: PositiveFloat = 1800.0
     """The same until the first step is done, while ranks load data, compile and warm up."""
-    agree_seconds: NonNegativeFloat = 0.15
+    agree_seconds: NonNegativeFloat = 0.5
     """Time between two messages by which ranks learn that one of them is to stop; at most one is sent for a step."""
 
 
