@@ -87,6 +87,26 @@ def test_what_does_not_fit_fails_and_gets_settings_that_do(baked: Bake) -> None:
 
 
 @pytest.mark.slow
+def test_operations_are_those_of_a_transformer(baked: Bake) -> None:
+    """A product of (n, k) and (k, m) takes 2nkm: one in forward, two in backward; attention has two, and five."""
+    width, layers, time, batch, classes = 64, 2, 1024, 4, 256
+    words = f"--model.width {width} --model.layers {layers} --model.heads 4 --model.context {time}".split()
+    _, record = plan(baked(task="language"), "--ranks", "1", *words, "--data.global_batch_size", str(batch))
+    products = 3 * 2 * batch * time * (layers * 12 * width**2 + width * classes)
+    attention = 7 * 2 * batch * time**2 * width * layers
+    assert record["ranks"][0]["flops"] == products + attention
+
+
+@pytest.mark.slow
+def test_a_message_of_an_unknown_kind_is_refused(plain: Path) -> None:
+    code = "import torch; from my_experiment.plan.messages import read_message; "
+    code += "read_message(torch.ops.c10d.{}.default, ())"
+    run(sys.executable, "-c", code.format("barrier"), cwd=plain, PYTHONPATH="src")
+    error = run(sys.executable, "-c", code.format("gather_"), cwd=plain, PYTHONPATH="src", expect=1).stderr
+    assert "UserError: plan does not know what the operation gather_ sends" in error
+
+
+@pytest.mark.slow
 def test_links_and_times(baked: Bake) -> None:
     """Two pipelines on two nodes: each stage is simulated once, and its neighbors are on the same node or not."""
     words = "--ranks 8 --nodes 2 --parallel.replicas 2".split()
@@ -105,6 +125,21 @@ def test_links_and_times(baked: Bake) -> None:
         each["sent_bytes"] / {"within a node": 1e9, "between nodes": 1e8}[each["link"]] for each in first["messages"]
     )
     assert first["seconds"]["sending"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_activations_of_tensor_parallelism_are_not_sent_while_ranks_compute(baked: Bake, replicas: str) -> None:
+    """The gradients of two replicas may be."""
+    speeds = "--device-speed 1GFLOP/s --link-bandwidth 1GB/s --parallel.replicas".split()
+    _, record = plan(baked(parallelism="tensor", task="language"), "--ranks", "4", *speeds, replicas)
+    seconds = record["ranks"][0]["seconds"]
+    one_by_one = seconds["computing"] + seconds["sending"]
+    assert seconds["most"] == pytest.approx(one_by_one)
+    if replicas == "1":
+        assert seconds["least"] == pytest.approx(one_by_one)
+    else:
+        assert max(seconds["computing"], seconds["sending"]) < seconds["least"] < 0.999 * one_by_one
 
 
 @pytest.mark.slow

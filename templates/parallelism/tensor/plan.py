@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from .messages import Message
 from .traits import Traits
 #:: include "parallelism/shared/rows.py" ::#
 
@@ -25,6 +26,11 @@ class Layout(Traits):
         rows = [count_rows(length, size, rank % size) for length in lengths]
         whole_and_sharded = [*lengths, *rows] if self.layout.shard_replicas else []
         return *rows, *(count_rows(length, replicas, rank // size) for length in whole_and_sharded)
+
+    def blocks(self, message: Message) -> bool:
+        """Return whether ranks wait for it: activations, inside a group; gradients are summed during backward."""
+        _, size = self.mesh_shape()
+        return len({rank // size for rank in message.ranks}) == 1
 
     @contextmanager
     def simulated(self) -> Iterator[None]:

@@ -3,7 +3,8 @@
     computing    operations / speed, and what ranks wait; a device reaches a part of its peak, so give a measured speed
     sending      the bytes that a rank sends / bandwidth, on links within a node and between nodes
 
-How far the two overlap depends on the machine, so the estimate is a range: the longer one alone, up to their sum.
+How far the two overlap depends on the machine, so the estimate is a range: the longer one alone, up to their sum. A
+message that every rank waits for before it computes on never overlaps.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,11 @@ def estimate_seconds(project: Project, role: Role) -> Mapping[str, float]:
     options, waiting = project.options, project.layout.waiting(role.figures.strategy)
     assert options.device_speed is not None
     computing = role.figures.flops / options.device_speed / (1 - waiting)
-    sending = 0.0
-    for (_, link), (_, _, sent) in traffic(role, options).items():
-        sending += sent / ((options.node_bandwidth if link == BETWEEN else options.link_bandwidth) or 1)
-    return {"computing": computing, "sending": sending, "least": max(computing, sending), "most": computing + sending}
+    sending = blocking = 0.0
+    for message in role.figures.messages:
+        is_between = spans(message.ranks, options.ranks_per_node())
+        seconds = message.sent() / ((options.node_bandwidth if is_between else options.link_bandwidth) or 1)
+        sending += seconds
+        blocking += seconds if project.layout.blocks(message) else 0
+    least = blocking + max(computing, sending - blocking)
+    return {"computing": computing, "sending": sending, "least": least, "most": computing + sending}

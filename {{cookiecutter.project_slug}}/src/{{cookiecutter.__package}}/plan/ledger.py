@@ -17,11 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from .fakes import replaced
 from .messages import Message, find_buffers, read_message
 
+aten = torch.ops.aten
+# PyTorch's own counter lacks attention on a CPU, where simulated ranks compute.
+FORMULAS: dict[Any, Any] = flop_registry | {
+    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
 KINDS = ("weights", "gradients", "optimizer", "communication", "activations")
 
 
@@ -62,7 +68,9 @@ class Ledger(TorchDispatchMode):
         if message := read_message(func, args):
             self.messages.append(message)
             self.classify(find_buffers(func, args), "communication")
-        if count := flop_registry.get(func.overloadpacket):
+        if func is torch.ops.fsdp.chunk_cat.default:  # FSDP copies a block's gradients, to scatter them.
+            self.classify(args[0], "gradients")
+        if count := FORMULAS.get(func.overloadpacket):
             self.flops += count(*args, **kwargs, out_val=outputs)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":  # Which has no memory.

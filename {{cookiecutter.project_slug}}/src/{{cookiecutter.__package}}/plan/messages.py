@@ -6,6 +6,7 @@ A rank of N that takes part in a collective on B bytes sends, around a ring,
     all_gather                 (N - 1) / N x B    B is what each rank has afterwards
     reduce_scatter             (N - 1) / N x B    B is what each rank had before
     broadcast                            1 x B
+    all_to_all                 (N - 1) / N x B
     send                                 1 x B    recv: 0
 
 Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..config import UserError
+
 # Operations of torch.ops.c10d and of torch.ops._c10d_functional, which DTensor uses.
 NAMES = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_"), "all_reduce"),
@@ -28,9 +31,11 @@ NAMES = {
     **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_out"), "all_gather"),
     **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor"), "reduce_scatter"),
     **dict.fromkeys(("broadcast_", "broadcast"), "broadcast"),
+    **dict.fromkeys(("alltoall_", "alltoall_base_", "all_to_all_single", "shard_dim_alltoall"), "all_to_all"),
     "send": "send",
     "recv_": "recv",
 }
+SILENT = {"wait_tensor", "barrier", "monitored_barrier_"}  # They send nothing, or next to nothing.
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Message:
     """One collective, or one point-to-point message, of this rank.
 
     Attributes:
-        name: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send`` or ``recv``.
+        name: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``all_to_all``, ``send`` or ``recv``.
         size: Bytes of the largest tensor that takes part.
         ranks: The ranks that take part, by their numbers in the run.
     """
@@ -54,10 +59,16 @@ class Message:
 
 
 def read_message(func: Any, args: Sequence[Any]) -> Message | None:
-    """Return the message that an operation is; None if it is another operation, or has no other rank."""
-    name = NAMES.get(func.overloadpacket.__name__) if func.namespace in ("c10d", "_c10d_functional") else None
-    if name is None:
+    """Return the message that an operation is; None if it is another operation, or has no other rank.
+
+    Rejects a message of another kind than those in ``NAMES``.
+    """
+    operation = func.overloadpacket.__name__
+    if func.namespace not in ("c10d", "_c10d_functional", "_dtensor") or operation in SILENT:
         return None
+    if operation not in NAMES:
+        raise UserError(f"plan does not know what the operation {operation} sends; add it to NAMES in plan/messages.py")
+    name = NAMES[operation]
     ranks, size = tuple(dist.get_process_group_ranks(find_group(args))), total(args[0])
     if func.namespace == "_c10d_functional":
         size *= len(ranks) if name == "all_gather" else 1  # What it gathers is its result.

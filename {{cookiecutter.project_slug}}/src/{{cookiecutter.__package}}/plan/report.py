@@ -93,7 +93,7 @@ def format_traffic(project: Project, roles: list[Role]) -> str:
         for role in roles
         for (name, link), (count, size, sent) in sorted(traffic(role, project.options).items())
     ]
-    return format_columns([header, *rows]) if rows else "no messages in a step"
+    return format_columns([header, *rows]) if rows else "no messages between ranks in a step"
 
 
 def format_time(project: Project, roles: list[Role]) -> str:
@@ -117,8 +117,12 @@ def format_remedy(project: Project, remedy: list[Change], roles: list[Role]) -> 
     if fits(project, roles):
         return f"this fits, in {needed}: {settings}"
     found = f"at best {needed}, with {settings}" if settings else f"none needs less than {needed}"
-    change = f"cruft update --variables-to-update '{json.dumps({'parallelism': project.layout.other_strategy})}'"
-    return f"no settings of this strategy fit ({found}); try more ranks, or another strategy: {change}"
+    other = project.layout.other_strategy
+    change = f"cruft update --variables-to-update '{json.dumps({'parallelism': other})}'"
+    return (
+        f"no settings of this strategy fit ({found}); try more ranks, or a project with parallelism={other}: render it "
+        f"anew, or, if cruft made this one, {change}"
+    )
 
 
 def write_settings(remedy: list[Change]) -> str:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..launch import PlanOptions
+from .messages import Message
 
 
 class Traits:
@@ -34,6 +35,10 @@ class Traits:
     def waiting(self, strategy: Any) -> float:
         """Return the share of a step in which ranks wait for each other by design."""
         return 0.0
+
+    def blocks(self, message: Message) -> bool:
+        """Return whether ranks wait for a message before they compute on."""
+        return False
 
     def host_kinds(self) -> Collection[str]:
         """Return the kinds of memory that are the host's, not the device's."""
