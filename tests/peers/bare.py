@@ -38,18 +38,21 @@ class Blocks:
         self.whole = [(owner, name, getattr(owner, name)) for owner, name, _ in left_out]
         self.bare, self.warm_up = left_out, warm_up
         self.seconds: list[float] = []
-        self.began_at = 0.0
+        self.began_at = time.perf_counter()
 
     def end_step(self, trainer: Any) -> None:
         """Note the time if a block ends with this step, and begin one of the other kind."""
         step = trainer.progress.step
         if step < self.warm_up or (step - self.warm_up) % BLOCK:
             return
+        seconds = time.perf_counter() - self.began_at
         if step > self.warm_up:
-            self.seconds.append(time.perf_counter() - self.began_at)
-        trainer.stop.restart()  # No message is under way.
-        for owner, name, value in self.bare if len(self.seconds) % 2 else self.whole:
+            self.seconds.append(seconds)
+        is_bare = len(self.seconds) % 2 == 1
+        for owner, name, value in self.bare if is_bare else self.whole:
             setattr(owner, name, value)
+        if self.seconds and not is_bare:
+            trainer.stop.began_at += seconds  # The time between two messages, without a block that had none.
         self.began_at = time.perf_counter()
 
     def share(self) -> float:

@@ -1,7 +1,7 @@
 """Averaging a tensor over N ranks in two ways, compared with what the slowest link between neighbors allows:
 
 all-reduce          as a ring, each rank sends and receives 2(N-1)/N times the tensor's bytes
-parameter server    rank 0 gathers the tensors, and sends their mean to each rank: (N-1) times, twice
+parameter server    rank 0 receives every tensor, and sends the mean to each rank: (N-1) times, twice
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def measure_collectives(device: torch.device) -> dict[str, Any]:
 def measure_size(size: int, link: float, device: torch.device) -> dict[str, float]:
     """Measure both ways for a tensor of ``size`` bytes; ``link`` is in bytes per second."""
     tensor, world_size = torch.zeros(size // 4, device=device), dist.get_world_size()
-    parts = [torch.empty_like(tensor) for _ in range(world_size)] if dist.get_rank() == 0 else None
+    other = torch.empty_like(tensor)
 
     def measure(action: Callable[[], object]) -> float:
         """Return the milliseconds of the slowest rank."""
@@ -44,19 +44,26 @@ def measure_size(size: int, link: float, device: torch.device) -> dict[str, floa
         "bytes": size,
         "all_reduce_ms": measure(lambda: dist.all_reduce(tensor)),
         "ring_bound_ms": round(1000 * ring_bytes(size, world_size) / link, 3),
-        "server_ms": measure(lambda: average_at_server(tensor, parts)),
+        "server_ms": measure(lambda: average_at_server(tensor, other)),
         "server_bound_ms": round(1000 * server_bytes(size, world_size) / link, 3),
     }
 
 
-def average_at_server(tensor: Tensor, parts: list[Tensor] | None) -> None:
-    """Replace each rank's tensor by the mean of all, by way of rank 0, which has ``parts`` to receive them in."""
-    dist.gather(tensor, parts)
-    if parts is not None:
-        for part in parts[1:]:
-            parts[0] += part
-        parts[0] /= len(parts)
-    dist.scatter(tensor, None if parts is None else parts[:1] * len(parts))
+def average_at_server(tensor: Tensor, other: Tensor) -> None:
+    """Replace each rank's tensor by the mean of all, by way of rank 0, which receives one after the other in ``other``.
+
+    Room for all of them at once would be more than a large job has.
+    """
+    if dist.get_rank() > 0:
+        dist.send(tensor, 0)
+        dist.scatter(tensor)
+        return
+    world_size = dist.get_world_size()
+    for rank in range(1, world_size):
+        dist.recv(other, rank)
+        tensor += other
+    tensor /= world_size
+    dist.scatter(tensor, [other.copy_(tensor)] * world_size)
 
 
 def ring_bytes(size: int, world_size: int) -> float:

@@ -18,6 +18,11 @@ def mean_parts(record: dict[str, Any]) -> dict[str, float]:
     return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
 
 
+def format_rate(rate: float) -> str:
+    """Return a number of samples, with three digits if it is small."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def step_rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the parts of a step."""
     parts = mean_parts(record)
@@ -31,7 +36,7 @@ def step_rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def rate_rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield throughput, FLOPs, memory, and how long the start took."""
     tokens = f", {record['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in record else ""
-    yield "throughput", f"{record['samples_per_second']:,.0f} samples/s{tokens}"
+    yield "throughput", f"{format_rate(record['samples_per_second'])} samples/s{tokens}"
     if record["flops_per_step"] is None:
         yield "model FLOPs", "not known: the model reads values, or uses an operation that has no shapes alone"
     else:
@@ -50,7 +55,7 @@ def rate_rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def collective_rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield how long it takes to average tensors over the ranks."""
     if record["collectives"]:
-        link = f"the slowest link has {record['link_gb_per_second']:.2f} GB/s; what it allows is in brackets"
+        link = f"in brackets: what it takes at {record['link_gb_per_second']:.2f} GB/s, which the slowest link reached"
         yield "average over the ranks", link
     for each in record["collectives"]:
         ring = f"all-reduce {each['all_reduce_ms']:8.2f} ms ({each['ring_bound_ms']:.2f})"
@@ -70,5 +75,5 @@ def scaling_rows(records: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     if len(records) > 1:
         yield "scaling", f"of the same global batch, relative to {records[0]['world_size']} rank(s)"
         for each in records:
-            rate = f"{each['samples_per_second']:12,.0f} samples/s  {each['scaling_efficiency']:4.0%} per rank"
-            yield f"  {each['world_size']} rank(s)", rate
+            rate = format_rate(each["samples_per_second"])
+            yield f"  {each['world_size']} rank(s)", f"{rate:>12} samples/s  {each['scaling_efficiency']:4.0%} per rank"
