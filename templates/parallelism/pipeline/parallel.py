@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
-from .config import Config
+from .config import Config, UserError
 from .runtime import Process
 from .splitting import (
     ScheduledStage,
@@ -96,7 +96,10 @@ class Parallel(Strategy):
             stage.buckets.wait()  # Each pipeline has its part of the mean.
         if scaler.is_enabled():
             # If one stage overflows, all have to skip the step: its NaN reaches every rank through the norm.
-            self.gradients()[0] += self.gradient_norm() * 0
+            nothing, gradients = self.gradient_norm() * 0, self.gradients()
+            if not gradients:
+                raise UserError("fp16 needs gradients, and this rank's stages are frozen; set train.precision to bf16")
+            gradients[0] += nothing
         return self.finish_losses()
 
     def predict(self, inputs: Any) -> Any:
@@ -147,7 +150,8 @@ class Parallel(Strategy):
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, over all stages."""
-        squared = nn.utils.get_total_norm(self.gradients()) ** 2
+        # On the CPU if all of this rank's stages are frozen.
+        squared = nn.utils.get_total_norm(self.gradients()).to(self.device) ** 2
         # If pipelines hold shards, these add up as the stages do.
         dist.all_reduce(squared, group=dist.group.WORLD if self.config.shard_replicas else self.pipeline)
         return squared.sqrt()

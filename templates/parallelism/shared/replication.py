@@ -1,7 +1,7 @@
 """Replicas: ranks that would hold the same part of the model and the same optimizer state, for different samples.
 
 They sum their gradients in buckets, each as soon as backward has computed it; or each holds a shard of the part, and
-gets only the sum of its shard: weights, gradients and optimizer state then take 1/replicas of the memory.
+gets only the sum of its shard: weights, gradients and optimizer state then take 1/replicas of the memory between steps.
 """
 
 from collections import deque
@@ -45,6 +45,34 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
+class Bucket:
+    """An all-reduce of the gradients of some parameters, which starts with this object.
+
+    What a replica has no gradient for, because its samples took another way through the model, counts as zero; if none
+    of them has one, there is none. So each gradient is sent with a 1 for a replica that has it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.missing = [number for number, p in enumerate(parameters) if p.grad is None]
+        self.parameters = parameters
+        self.gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        local = [to_local(gradient) for gradient in self.gradients]
+        present = local[0].new_ones(len(parameters))
+        if self.missing:
+            present[self.missing] = 0
+        self.parts = [*local, present]
+        self.flat = _flatten_dense_tensors(self.parts)
+        self.work: Any = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the sums, and copy them to the gradients."""
+        self.work.wait()
+        torch._foreach_copy_(self.parts, _unflatten_dense_tensors(self.flat, self.parts))
+        for number in self.missing:
+            if self.parts[-1][number] > 0:
+                self.parameters[number].grad = self.gradients[number]
+
+
 class GradientBuckets:
     """Sums the gradients of a module over the ranks of a group, bucket by bucket, while backward computes others.
 
@@ -62,7 +90,7 @@ class GradientBuckets:
         self.buckets = fill_buckets(parameters)
         self.missing = [len(bucket) for bucket in self.buckets]
         self.started = 0
-        self.pending: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
+        self.pending: deque[Bucket] = deque()
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(partial(self.note, number))
@@ -76,19 +104,10 @@ class GradientBuckets:
 
     def start_next(self) -> None:
         """Start the all-reduce of the next bucket."""
-        while self.pending and self.pending[0][0].is_completed():
-            self.finish_first()  # Each bucket that is on its way is a copy of its gradients.
-        gradients = [to_local(p.grad) for p in self.buckets[self.started] if p.grad is not None]
+        while self.pending and self.pending[0].work.is_completed():
+            self.pending.popleft().finish()  # Each bucket that is on its way is a copy of its gradients.
+        self.pending.append(Bucket(self.buckets[self.started], self.group))
         self.started += 1
-        if gradients:
-            flat = _flatten_dense_tensors(gradients)
-            self.pending.append((dist.all_reduce(flat, group=self.group, async_op=True), flat, gradients))
-
-    def finish_first(self) -> None:
-        """Wait for the bucket that was started first, and copy its sums to the gradients."""
-        work, flat, gradients = self.pending.popleft()
-        work.wait()
-        torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
 
     def start_rest(self) -> None:
         """Start what the last backward did not: its gradients are complete, or there are none."""
@@ -99,7 +118,7 @@ class GradientBuckets:
         """Wait until all gradients are summed; a collective."""
         self.start_rest()
         while self.pending:
-            self.finish_first()
+            self.pending.popleft().finish()
         self.missing, self.started = [len(bucket) for bucket in self.buckets], 0
         self.is_last_backward = False
 

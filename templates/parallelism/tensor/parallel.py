@@ -7,7 +7,6 @@ the same shards sum their gradients; or each holds only a part of these shards.
 
 import logging
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,16 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from .config import Config, UserError
+from .config import Config
 from .model import blocks
 from .runtime import Process, get_rng_state, set_rng_state
-from .splitting import GradientBuckets, build_by_block, shard_replica, split_batch
+from .splitting import (
+    GradientBuckets,
+    build_by_block,
+    check_plan,
+    check_replicated,
+    parallelize_block,
+    shard_replica,
+    split_batch,
+    sum_parts,
+)
 from .strategy import BuildFn, LossFn, Strategy
 
 
@@ -68,6 +75,9 @@ class Parallel(Strategy):
             self.buckets.is_last_backward = number == len(pieces)
             scaler.scale(loss).backward()
         self.buckets.wait()
+        sum_parts(self.module.parameters(), self.group)
+        if not self.losses.is_agreed:  # In the first step.
+            check_replicated(self.module, self.group)
         if scaler.is_enabled():
             # If one shard overflows, all have to skip the step: its NaN reaches every rank through the norm.
             self.gradients()[0].to_local().add_(self.gradient_norm() * 0)
@@ -110,49 +120,3 @@ def silence_warnings() -> None:
     """
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
-def check_plan(model: nn.Module) -> None:
-    """Reject a model of which nothing would be sharded."""
-    if not any(hasattr(module, "tensor_plan") for module in model.modules()):
-        raise UserError(
-            f"tensor shards layers by a plan, but no module of the {type(model).__name__} has one; give the modules in "
-            "model.py a method tensor_plan(sequence_parallel) that returns a plan for parallelize_module"
-        )
-
-
-def parallelize_block(block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Shard modules of a block by their ``tensor_plan``; replicate the rest, so the optimizer sees only DTensors."""
-    replicated = []
-    for module in block.modules():
-        plan: Any = getattr(module, "tensor_plan", None)
-        if plan is not None and not any(isinstance(p, DTensor) for p in module.parameters()):
-            parallelize_module(module, mesh, plan(sequence_parallel), src_data_rank=None)
-    for module in block.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
-                whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
-                module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
-                replicated.append((module, name))
-    if replicated:
-        compute_on_local(block, replicated)
-
-
-def compute_on_local(block: nn.Module, parameters: Sequence[tuple[nn.Module, str]]) -> None:
-    """Make a block compute on replicated parameters as plain tensors, as ``torch.func.functional_call`` would.
-
-    It does so wherever its forward runs, because activation checkpointing runs it again in backward.
-    """
-    forward = block.forward
-
-    def forward_on_local(*args: Any, **kwargs: Any) -> Any:
-        replicated: list[Any] = [module._parameters[name] for module, name in parameters]
-        for (module, name), parameter in zip(parameters, replicated, strict=True):
-            module._parameters[name] = parameter.to_local()
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            for (module, name), parameter in zip(parameters, replicated, strict=True):
-                module._parameters[name] = parameter
-
-    block.forward = forward_on_local

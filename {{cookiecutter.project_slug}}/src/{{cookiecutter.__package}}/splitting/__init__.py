@@ -30,6 +30,9 @@ from .seeding import Key, SeededDataset, identity
 #:: if cookiecutter.__cuts_blocks ::#
 from .sequence import balance, build_outline
 #:: endif ::#
+#:: if cookiecutter.__shards_layers ::#
+from .sharding import check_plan, check_replicated, parallelize_block, sum_parts
+#:: endif ::#
 #:: if cookiecutter.__has_stages ::#
 from .stages import (
     ScheduledStage,
