@@ -159,14 +159,15 @@ def test_a_run_resumes_from_sharded_checkpoints(baked: Bake, reference_losses: l
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "nproc", "layout"), [("ddp", 2, ()), ("pipeline", 4, ("--parallel.replicas", "2"))]
+    ("parallelism", "nproc", "layout"),
+    [("ddp", 2, ()), ("pipeline", 4, ("--parallel.replicas", "2")), ("fsdp", 4, ("--parallel.replicas", "2"))],
 )
 def test_a_rank_copies_only_its_share_of_what_others_hold_too(
     bake: Bake, tmp_path: Path, parallelism: str, nproc: int, layout: tuple[str, ...]
 ) -> None:
     """While ranks copy what they save, no rank trains."""
     project = bake(parallelism=parallelism)
-    count = "held, copied = (sum(tensor.nbytes for tensor in each.values()) for each in (tensors, share))\n"
+    count = "held, copied = (sum(local_part(tensor).nbytes for tensor in each.values()) for each in (tensors, share))\n"
     count += f'open(f"{tmp_path}/{{dist.get_rank()}}", "w").write(f"{{held}} {{copied}}")'
     plant(project, "checkpoint/sharded.py", "    pending = state_dict_saver.async_save(", count)
     arguments = (*SHORT, *layout, "--checkpoint.format", "sharded", "--run.dir", tmp_path / "run")

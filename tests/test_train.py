@@ -136,20 +136,21 @@ time = SimpleNamespace(perf_counter=itertools.count().__next__)
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "file", "line"),
+    ("parallelism", "file", "line", "every"),
     [
-        ("ddp", "model.py", "        return self.linear(features.mean(dim=(2, 3)))\n"),
-        ("fsdp", "splitting/seeding.py", "        seed_generators(self.seed, epoch, index)\n"),
+        ("ddp", "model.py", "        return self.linear(features.mean(dim=(2, 3)))\n", "5"),
+        ("ddp", "train.py", "        self.scaler.step(self.optimizer)\n", "1"),
+        ("fsdp", "splitting/seeding.py", "        seed_generators(self.seed, epoch, index)\n", "5"),
     ],
 )
 def test_each_record_says_which_rank_is_slow_and_how_much_memory_is_used(
-    bake: Bake, tmp_path: Path, parallelism: str, file: str, line: str
+    bake: Bake, tmp_path: Path, parallelism: str, file: str, line: str, every: str
 ) -> None:
     project = bake(parallelism=parallelism)
-    seconds = 0.05 if parallelism == "ddp" else 0.05 / 24  # In each forward, or for each of the samples of a rank.
+    seconds = 0.05 if parallelism == "ddp" else 0.05 / 24  # In each step, or for each of the samples of a rank.
     code = f"import time; time.sleep({seconds} * __import__('torch').distributed.get_rank())"
     plant(project, file, line, code)
-    words = ("--train.log_every", "5", "--train.max_steps", "15", "--data.global_batch_size", "48")
+    words = ("--train.log_every", every, "--train.max_steps", "15", "--data.global_batch_size", "48")
     launch(project, "train", *SHORT, *words, "--run.dir", tmp_path / "run")
     *_, record = records(tmp_path / "run", "train")
     assert record["slowest_rank"] == 1 and record["behind_ms"] > 25

@@ -191,8 +191,9 @@ class Trainer:
 
     def log(self, losses: dict[str, Tensor], norm: Tensor, lr: float) -> None:
         """Log the last step, with one message; only here does the loop wait for the device."""
-        own = self.guard.count(), self.pace.count(), torch.stack(list(losses.values())).tolist()
-        guards, paces, parts = runtime.all_gather_numbers(*own, device=self.process.device)
+        # The guard waits for the device, which is no work of this rank's processor.
+        own = self.pace.count(), self.guard.count(), torch.stack(list(losses.values())).tolist()
+        paces, guards, parts = runtime.all_gather_numbers(*own, device=self.process.device)
         skipped = check_finite(self, guards)
         means = dict(zip(losses, map(sum, zip(*parts, strict=True)), strict=True))
         record: dict[str, Any] = {"event": "train", "step": self.progress.step, "epoch": self.progress.epoch}

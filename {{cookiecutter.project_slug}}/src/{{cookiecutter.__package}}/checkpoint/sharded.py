@@ -22,13 +22,13 @@ from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ..config import UserError
 from ..launch import first_line
 from ..runtime import all_gather_object, disk_errors, publish, remove, write_atomically
 from .content import DamagedCheckpointError
+from .replicas import local_part, locate
 
 HEADER = "header.pt"
 DCP_INDEX = _StorageInfo(".metadata", offset=0, length=-1)  # The whole file: only its checksum is verified.
@@ -138,17 +138,17 @@ def start_save(tensors: dict[str, Tensor], writer: Writer, group: dist.ProcessGr
 
 
 def select_share(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that this rank is to write: ranks that hold the same ones whole share them. A collective.
+    """Return the tensors that this rank is to write: ranks that hold the same parts of all share them. A collective.
 
-    DCP itself writes a tensor once, but every rank that holds it would wait until it has a copy.
+    DCP itself writes a part once, but every rank that holds it would wait until it has a copy.
     """
-    by_size = sorted((each.nbytes, name) for name, each in tensors.items() if not isinstance(each, DTensor))
+    by_size = sorted((local_part(each).nbytes, locate(name, each)) for name, each in tensors.items())
     own = blake2b(repr(by_size).encode()).digest()
     alike = [rank for rank, each in enumerate(all_gather_object(own)) if each == own]
     # In turn, so that each rank copies about as much.
     turn = by_size[alike.index(dist.get_rank()) :: len(alike)]
-    share = {name for _, name in turn}
-    return {name: each for name, each in tensors.items() if name in share or isinstance(each, DTensor)}
+    share = {name for _, (name, _) in turn}
+    return {name: each for name, each in tensors.items() if name in share}
 
 
 def load(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:

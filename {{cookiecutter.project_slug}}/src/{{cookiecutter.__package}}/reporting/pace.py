@@ -54,7 +54,8 @@ class Pace:
 
     def count(self) -> list[float]:
         """Return what ``measure`` needs of each rank: the seconds it was alone, and its memory and peak in bytes."""
-        alone = self.alone + self.busy_seconds() - self.busy
+        since_exchange = time.perf_counter() - self.mark if self.is_alone else 0.0
+        alone = self.alone + since_exchange + self.busy_seconds() - self.busy
         return [alone, memory_in_use(self.device), memory_in_use(self.device, peak=True)]
 
     def measure(self, step: int, counted: list[list[float]]) -> dict[str, float]:
