@@ -932,4 +932,38 @@ TEMPLATE = {
         'f"{message}: {first}"',
         "test_hostile.py::damaged_and_crafted and sharded",
     ),
+    # Models of one's own
+    "a replica without a gradient is not told from one with": Mutant(
+        STRATEGIES + "shared/replication.py",
+        "            present[self.missing] = 0\n",
+        "            pass\n",
+        "test_own_models.py::take_another_way",
+    ),
+    "tensor: what is whole in a sharded module is trained on": Mutant(
+        STRATEGIES + "tensor/parallel.py",
+        "            check_replicated(self.module, self.group)\n",
+        "            pass\n",
+        "test_own_models.py::whole_in_a_sharded_module",
+    ),
+    "tensor: parts of gradients are summed one by one": Mutant(
+        STRATEGIES + "tensor/parallel.py",
+        "        sum_parts(self.module.parameters(), self.group)\n",
+        "",
+        "test_own_models.py::are_one_message",
+    ),
+    "attention counts as nothing": Mutant(
+        PACKAGE + "plan/ledger.py", "FORMULAS.get(", "flop_registry.get(", "test_plan.py::those_of_a_transformer"
+    ),
+    "tensor: activations are sent while ranks compute": Mutant(
+        STRATEGIES + "tensor/plan.py",
+        "len({rank // size for rank in message.ranks}) == 1",
+        "False",
+        "test_plan.py::not_sent_while_ranks_compute",
+    ),
+    "the optimizer of a slow rank is not counted": Mutant(
+        PACKAGE + "reporting/pace.py",
+        "time.perf_counter() - self.mark if self.is_alone else 0.0",
+        "0.0",
+        "test_train.py::which_rank_is_slow",
+    ),
 }

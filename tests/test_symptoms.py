@@ -147,7 +147,7 @@ def test_an_operation_that_differs_from_time_to_time_is_an_error(bake: Bake, sym
 @reproduces("Is there a distributed collective mismatch in your code?")
 def test_ranks_in_different_collectives_report_the_mismatch(bake: Bake, symptom: str) -> None:
     project = bake()
-    output = train_with_fault(project, "dist.all_reduce(torch.ones(1))", nproc=2)
+    output = train_with_fault(project, "torch.distributed.all_reduce(torch.ones(1))", nproc=2)
     assert symptom in quoted_symptoms(project) and symptom in output
     assert "rank 0 waited at parallel.py" in output or "rank 1 waited at train.py" in output
 
@@ -168,8 +168,8 @@ def test_only_ranks_that_waited_at_different_lines_are_said_to_be_in_different_c
     """What NCCL's watchdog writes has the name that the README's command reads."""
     done = run(sys.executable, "-c", EXPLAIN, cwd=plain, PYTHONPATH="src").stdout.splitlines()
     assert done == [
-        "after step 3, all ranks waited at train.py:1, log: a message took longer than distributed.timeout_seconds, or "
-        "the connection between them broke",
+        "after step 3, all ranks waited at train.py:1, log: a message took longer than distributed.timeout_seconds "
+        "(startup_timeout_seconds before the second step), or the connection between them broke",
         "after step 3, the ranks waited for each other in different collectives: rank 0 waited at train.py:1, log; "
         "rank 1 waited at train.py:2, log",
         "1 runs/default/collectives_",

@@ -175,12 +175,17 @@ def read_nodes(env: Env = os.environ) -> Nodes:
     if (env.get("NODES") or "1") == "1":
         return Nodes()
     try:
-        nodes = Nodes(int(env["NODES"]), int(env["NODE_RANK"]), env["HEAD"], int(env["PORT"]))
-    except (KeyError, ValueError) as error:
-        raise UserError(f"NODES is set, but one of NODE_RANK, HEAD and PORT is missing or wrong: {error}") from None
-    if not (0 <= nodes.rank < nodes.count and 0 < nodes.port < 2**16):
-        raise UserError(f"NODES is {nodes.count}, NODE_RANK {nodes.rank} and PORT {nodes.port}; ranks count from 0")
-    return nodes
+        given = {name: env[name] for name in ("NODES", "NODE_RANK", "HEAD", "PORT")}
+    except KeyError as error:
+        raise UserError(f"NODES is '{env['NODES']}', but {error} is not set; set it, or unset NODES") from None
+    count, rank = (int(given[name]) if given[name].isdecimal() else -1 for name in ("NODES", "NODE_RANK"))
+    if not (0 <= rank < count and is_port(given["PORT"])):
+        shown = ", ".join(f"{name} is {value!r}" for name, value in given.items())
+        raise UserError(
+            f"{shown}; give how many machines there are, the number of this one (from 0), and the first one's address "
+            "and a port of it"
+        )
+    return Nodes(count, rank, given["HEAD"], int(given["PORT"]))
 
 
 def is_restart(env: Env = os.environ) -> bool:

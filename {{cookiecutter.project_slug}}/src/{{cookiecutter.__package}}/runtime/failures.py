@@ -194,6 +194,7 @@ def explain(reports: Mapping[int, Report], world_size: int, progress: str, store
     if len({report.location for report in reports.values()}) == 1:
         return (
             f"{progress}, all ranks waited at {by_rank[0][1].location}: a message took longer than "
-            "distributed.timeout_seconds, or the connection between them broke"
+            "distributed.timeout_seconds (startup_timeout_seconds before the second step), or the connection between "
+            "them broke"
         )
     return f"{progress}, the ranks waited for each other in different collectives: {'; '.join(waited)}"
