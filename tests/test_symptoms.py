@@ -152,6 +152,19 @@ def test_ranks_in_different_collectives_report_the_mismatch(bake: Bake, symptom:
     assert "rank 0 waited at parallel.py" in output or "rank 1 waited at train.py" in output
 
 
+NO_MEMORY = """
+import threading
+def start(_):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+raise MemoryError("no room")
+"""
+
+
+def test_a_rank_without_memory_for_a_thread_reports(bake: Bake) -> None:
+    assert "rank 1 failed at train.py" in train_with_fault(bake(), f"exec({NO_MEMORY!r})", nproc=2)
+
+
 EXPLAIN = """
 import os
 from pathlib import Path

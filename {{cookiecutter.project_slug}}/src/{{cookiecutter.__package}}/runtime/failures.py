@@ -173,8 +173,12 @@ def exchange_reports(rank: int, world_size: int, own: Report) -> tuple[dict[int,
 
     # In a thread: a store behind a broken connection neither answers nor fails.
     thread = threading.Thread(target=exchange, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
+    try:
+        thread.start()
+        thread.join(PATIENCE)
+    except RuntimeError:  # There is no memory for one, which may be what this rank has to report.
+        if not own.waited:
+            exchange()
     return dict(reports), gone.is_set()
 
 
