@@ -219,7 +219,7 @@ CHANGED = {
         # Micro-batches, how a block is sharded, what a split between blocks needs, and the pipeline's bubble.
         *EXPERIMENTS,
         *package("model.py", "splitting/__init__.py", "splitting/sequence.py", "splitting/stages.py"),
-        *package("splitting/replication.py"),
+        *package("splitting/replication.py", "splitting/sharding.py"),
         *package("benchmark/__init__.py", "benchmark/measure.py", "benchmark/table.py", "benchmark/bubble.py"),
         # What a simulation has to know of the strategy.
         *package("plan/layout.py"),
@@ -236,7 +236,7 @@ CHANGED = {
     },
     "task": {
         *("README.md", "LICENSE", "tests/support.py", "tests/test_dataset.py", "tests/test_environments.py"),
-        *("tests/walk.py", "tests/test_generate.py"),
+        *("tests/walk_environment.py", "tests/test_generate.py"),
         *EXPERIMENTS,
         *package("model.py", "dataset.py", "config.py", "launch/preflight.py", "digits.npz", "digits.md"),
         *package("reporting/generate.py", "__main__.py"),

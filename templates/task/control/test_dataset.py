@@ -25,7 +25,7 @@ from support import (
     read_records,
     settings,
 )
-from walk import WALK, Walk, advance, build, same
+from walk_environment import WALK, Walk, advance, build, same
 
 config, dataset, splitting = module("config"), module("dataset"), module("splitting")
 draw_actions = module("splitting.policy").draw_actions

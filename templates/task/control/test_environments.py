@@ -6,7 +6,7 @@ import gymnasium
 import pytest
 
 from support import module, settings
-from walk import WALK, Walk, advance, build
+from walk_environment import WALK, Walk, advance, build
 
 config, spaces = module("config"), module("launch.spaces")
 

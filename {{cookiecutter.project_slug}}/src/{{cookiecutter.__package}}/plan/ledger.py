@@ -68,7 +68,7 @@ class Ledger(TorchDispatchMode):
         if message := read_message(func, args):
             self.messages.append(message)
             self.classify(find_buffers(func, args), "communication")
-        if func is torch.ops.fsdp.chunk_cat.default:  # FSDP copies a block's gradients, to scatter them.
+        if func.overloadpacket.__name__ == "chunk_cat":  # A block's gradients, on their way into one message.
             self.classify(args[0], "gradients")
         if count := FORMULAS.get(func.overloadpacket):
             self.flops += count(*args, **kwargs, out_val=outputs)
