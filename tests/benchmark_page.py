@@ -1,6 +1,6 @@
 """Writes what tests/benchmark.py has measured into docs/benchmarks.md, between its two markers.
 
-.venv/bin/python tests/benchmark_page.py    # the results of the commit that was measured last
+.venv/bin/python tests/benchmark_page.py    # of each comparison, the commit that was measured last
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ Rows = list[dict[str, Any]]
 
 def write_page() -> None:
     """Replace what is between the markers."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    rows = newest([json.loads(line) for line in RESULTS.read_text().splitlines()])
     before, _, rest = PAGE.read_text().partition(BEGIN)
     measured = {row["comparison"] for row in rows}
     compared = [each.name for each in COMPARISONS if each.arms == COMPARED and each.name in measured]
@@ -33,15 +32,25 @@ def write_page() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
+def newest(rows: Rows) -> Rows:
+    """Return, of each comparison, the rows of the commit that was measured last."""
+    last = {row["comparison"]: row["commit"] for row in rows}
+    return [row for row in rows if row["commit"] == last[row["comparison"]]]
+
+
 def describe(rows: Rows) -> str:
     """Return what was measured, when and with what."""
+    commits: dict[str, dict[str, None]] = {}
+    for row in rows:
+        commits.setdefault(row["commit"], {})[row["comparison"]] = None
+    measured = "; ".join(f"commit {commit} ({', '.join(names)})" for commit, names in commits.items())
     date = datetime.fromtimestamp(RESULTS.stat().st_mtime, UTC).date()
     packages = "|".join(("torch", "accelerate", "lightning"))
     pinned = (TEMPLATE / "tests/peers/requirements.txt").read_text()
     versions = ", ".join(map(" ".join, re.findall(rf"^({packages})==(\S+)", pinned, re.MULTILINE)))
     rounds = 1 + max(row["round"] for row in rows)
     return (
-        f"Measured on two cores of a virtual machine ({cpu()}) by `make benchmark`: commit {rows[0]['commit']}, "
+        f"Measured on two cores of a virtual machine ({cpu()}) by `make benchmark`: {measured}; "
         f"{date}, Python {platform.python_version()}, {versions} (Fabric is part of it), {rounds} rounds.\n"
     )
 

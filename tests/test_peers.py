@@ -58,6 +58,11 @@ def test_a_step_is_compared_with_one_that_lacks_what_surrounds_it(tmp_path: Path
     assert measured["pairs"] == 2 and measured["share"] > 2
 
 
+def test_the_page_has_the_newest_series_of_each_comparison() -> None:
+    rows = [{"comparison": name, "commit": commit} for name, commit in (("one", "a"), ("two", "a"), ("two", "b"))]
+    assert benchmark_page.newest(rows) == [rows[0], rows[2]]
+
+
 def test_all_arms_train_with_the_same_settings(tmp_path: Path) -> None:
     lab = Lab(tmp_path, sys.executable)
     words = {arm: lab.command(arm, benchmark.COMPARISONS[0], "run") for arm in benchmark.COMPARED}
