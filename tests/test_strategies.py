@@ -296,7 +296,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(
 ) -> None:
     broken, layout = bake(parallelism=parallelism), TWO_DIMENSIONS[parallelism] if is_sharded else ()
     name, line, gradient = OVERFLOWS[parallelism, is_sharded]
-    fault = f"{gradient}\nif dist.get_rank() == 1 and not hasattr(self, 'planted'):\n"
+    fault = f"{gradient}\nif torch.distributed.get_rank() == 1 and not hasattr(self, 'planted'):\n"
     plant(broken, name, line, fault + "    self.planted = True\n    gradient.view(-1)[0] = torch.inf")
     arguments = "--train.max_steps 3 --train.precision fp16 --model.depth 1".split()
     launch(broken, "train", *SHORT, *layout, *arguments, "--run.dir", tmp_path, nproc=4 if layout else 2)
