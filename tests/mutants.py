@@ -933,7 +933,7 @@ TEMPLATE = {
         "test_hostile.py::damaged_and_crafted and sharded",
     ),
     # Models of one's own
-    "a replica without a gradient is not told from one with": Mutant(
+    "a replica without a gradient counts as one with it": Mutant(
         STRATEGIES + "shared/replication.py",
         "            present[self.missing] = 0\n",
         "            pass\n",

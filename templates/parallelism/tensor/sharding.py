@@ -14,13 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..config import UserError
 from .metrics import name_some
+from .replication import Bucket, to_local
 
 SAME = 0.05  # How far sums and norms of a gradient may be apart, relative to its norm: kernels add in any order.
 
@@ -74,20 +74,18 @@ def compute_on_local(block: nn.Module, parameters: Sequence[tuple[nn.Module, str
 def sum_parts(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of which each rank of the group has a part, all in one message."""
     partial: list[Any] = [p for p in parameters if is_placed(p.grad, Partial)]
-    if not partial:
-        return
-    parts = [p.grad.to_local() for p in partial]
-    flat = _flatten_dense_tensors(parts)
-    dist.all_reduce(flat, group=group)
-    for parameter, whole in zip(partial, _unflatten_dense_tensors(flat, parts), strict=True):
-        mesh, placements = parameter.grad.device_mesh, [*parameter.grad.placements[:-1], Replicate()]
-        parameter.grad = DTensor.from_local(whole, mesh, placements, run_check=False)
+    if partial:
+        Bucket(partial, group).finish()
+    for parameter in partial:
+        gradient, placements = parameter.grad, [*parameter.grad.placements[:-1], Replicate()]
+        parameter.grad = DTensor.from_local(gradient.to_local(), gradient.device_mesh, placements, run_check=False)
 
 
 def check_replicated(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Reject parameters that each rank of the group holds whole, but has another gradient for; a collective."""
-    whole: list[Any] = [(name, p.grad) for name, p in module.named_parameters() if is_placed(p.grad, Replicate)]
-    own = {name: (gradient.to_local().sum().item(), gradient.to_local().norm().item()) for name, gradient in whole}
+    parameters: list[Any] = list(module.named_parameters())
+    whole = {name: to_local(p.grad) for name, p in parameters if is_placed(p.grad, Replicate)}
+    own = {name: (gradient.sum().item(), gradient.norm().item()) for name, gradient in whole.items()}
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, own, group=group)
     first, *others = everyone
