@@ -1,0 +1,156 @@
+"""What stands between the answers and the rendered project: checks, the default slug, and the facts of each choice.
+
+cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. An answer that
+cannot work is rejected before anything is written, with the reason and a command that works.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+import shlex
+import sys
+import unicodedata
+from pathlib import Path
+
+from jinja2 import pass_context
+from jinja2.ext import Extension
+from slugify import slugify
+
+HERE = Path(__file__).parent
+SLUG_LIMIT = 60
+
+# The answers that are text, each with one that works.
+EXAMPLES = {
+    "project_name": "My Experiment",
+    "project_slug": "my-experiment",
+    "description": "Distributed training in plain PyTorch",
+    "author": "Your Name",
+}
+# These change the order in which the text around a name is displayed.
+BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+NONCHARACTERS = "\ufffe\uffff"  # No YAML file may contain them.
+
+
+class CheckAnswers(Extension):
+    """Adds what cookiecutter.json and the templates call."""
+
+    def __init__(self, environment):
+        super().__init__(environment)
+        sys.modules.pop(__name__, None)  # cruft renders two versions of the template in one process.
+        functions = {"keep_answers": self.keep_answers, "check_answers": self.check_answers}
+        environment.globals.update(functions, default_slug=default_slug, fact=fact)
+        environment.filters["quoted"] = quoted
+        self.templates = None
+
+    def keep_answers(self):
+        """From now on, evaluate only what cookiecutter.json computes: an answer is text, not a Jinja template."""
+        context = read_json(HERE / "cookiecutter.json")
+        computed = {value for name, value in context.items() if name.startswith("__") and name != "__prompts__"}
+        self.templates = computed | {context["project_slug"]}
+        return ""
+
+    def check_answers(self, answers):
+        """Return the answers to change, or exit with 1 and a message if one cannot work."""
+        self.templates = None
+        fault = find_fault(answers)
+        if fault is None:
+            return {"project_slug": answers["project_slug"].strip()}
+        question, reason, _ = fault
+        # Not one of cookiecutter's exceptions: for some of them, its command prints a traceback, and cruft's for all.
+        sys.exit(f"error: {question} is {answers[question]!r}, which {reason}. Try:\n  {command(answers, sys.argv)}")
+
+    def preprocess(self, source, name, filename=None):
+        """Return ``source``; if it is an answer, a template that renders to it."""
+        is_answer = self.templates is not None and source not in self.templates
+        return "{{ " + ascii(source) + " }}" if is_answer else source
+
+
+@pass_context
+def fact(context, name):
+    """Return what follows from the answers: ``name`` in the facts.json of a choice's folder; "" if none states it."""
+    answers = context["cookiecutter"]
+    for question in ("parallelism", "task", "launcher", "cluster", "tracker"):
+        path = HERE / "templates" / question / str(answers[question]) / "facts.json"
+        facts = read_json(path) if path.exists() else {}
+        if name in facts:
+            return facts[name]
+    return ""
+
+
+def quoted(text):
+    """Return a text as it stands between double quotes, in Python, TOML, YAML and JSON."""
+    return text.strip().replace("\\", "\\\\").replace('"', '\\"')
+
+
+def default_slug(name):
+    """Return the slug that is offered for the name of a project."""
+    slug = slugify(name, entities=False, decimal=False, hexadecimal=False, max_length=48, word_boundary=True)
+    prefix = "my-" if find_owner(slug) else "experiment-" if slug[:1].isdigit() else ""
+    return prefix + slug or EXAMPLES["project_slug"]
+
+
+def find_owner(slug):
+    """Return why a name in lower case, joined by '-', is reserved, or None."""
+    name = slug.replace("-", "_")
+    if keyword.iskeyword(name) or name in ("true", "false", "none"):
+        return "is a Python keyword"
+    if name in {module.lower() for module in sys.stdlib_module_names}:
+        return "is the name of an existing module, in Python's standard library"
+    return next((reason for reason, names in read_json(HERE / "reserved.json").items() if slug in names), None)
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def find_fault(answers):
+    """Return the first answer that cannot work as (question, reason, a better value), or None if all work."""
+    for question, example in EXAMPLES.items():
+        answer = answers[question]
+        if any(map(is_control, answer)):
+            printable = "".join(" " if is_control(c) else c for c in answer)
+            return question, "contains a control character or a line break", " ".join(printable.split())
+        if all(c.isspace() or unicodedata.category(c) == "Cf" for c in answer):
+            return question, "is empty", default_slug(answers["project_name"]) if question == "project_slug" else example
+    return find_slug_fault(answers)
+
+
+def is_control(character):
+    """Return whether a name must not contain this character; joiners and all kinds of spaces are ordinary ones."""
+    return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDI_CONTROLS + NONCHARACTERS
+
+
+def find_slug_fault(answers):
+    """Return why the slug cannot be the name of a folder, a distribution and a package, as find_fault does."""
+    slug, limit = answers["project_slug"].strip(), SLUG_LIMIT
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", slug):
+        return "project_slug", "is not letters and digits, joined by '-', starting with a letter", suggest(slug, limit)
+    if len(slug) > limit:
+        return "project_slug", f"is longer than {limit} characters", suggest(slug, limit)
+    normalized = slug.lower().replace("_", "-")  # As pip compares names.
+    owner = find_owner(normalized)
+    return ("project_slug", owner, f"my-{normalized}") if owner else None
+
+
+def suggest(text, limit):
+    """Return a slug of letters and digits that is as close to ``text`` as possible."""
+    slug = "-".join(re.findall(r"[a-z0-9]+", text.lower())) or EXAMPLES["project_slug"]
+    return (slug if slug[0].isalpha() else f"experiment-{slug}")[:limit].rstrip("-")
+
+
+def command(answers, words):
+    """Return the command ``words`` that renders the same project, with every answer that cannot work replaced.
+
+    If cookiecutter was called by another program, such as cruft, return only these answers.
+    """
+    better = dict(answers)
+    while (fault := find_fault(better)) is not None:
+        better[fault[0]] = fault[2]
+    questions = [name for name in answers if not name.startswith("_")]
+    program = Path(words[0])
+    if "cookiecutter" not in (program.stem, program.parent.name):  # The second one is for `python -m cookiecutter`.
+        return shlex.join(f"{name}={better[name]}" for name in questions if better[name] != answers[name])
+    options = [word for word in words[1:] if word.partition("=")[0] not in questions and word != "--no-input"]
+    return shlex.join(["cookiecutter", *options, "--no-input", *(f"{name}={better[name]}" for name in questions)])

@@ -1,0 +1,21 @@
+"""torchrun, whose log ends with what the ranks print: without its own messages, traceback and temporary folder."""
+
+import logging
+import signal
+import sys
+import tempfile
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+logging.disable()
+with tempfile.TemporaryDirectory() as folder:
+    try:
+        run(parse_args([f"--log-dir={folder}", *sys.argv[1:]]))
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        # A rank that fails by itself has printed why.
+        sys.exit(f"error: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else 1)

@@ -1,0 +1,47 @@
+"""The data: UCI's optical digits, 1,797 real images; ``digits.md`` names their source and license."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from .config import Config
+
+FILE = Path(__file__).with_name("digits.npz")
+
+# Makes a batch, a pair (inputs, targets), of a list of samples.
+collate_fn = default_collate
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """Images of digits as ``(image, label)``: float32 of shape (1, 8, 8) from 0 to 1, and int64 from 0 to 9.
+
+    Args:
+        split: ``train`` (1,437 images) or ``test`` (360).
+        max_shift: Shift each image by up to this many pixels in each direction, at random.
+    """
+
+    def __init__(self, split: str, max_shift: int = 0) -> None:
+        with np.load(FILE) as arrays:
+            images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+        # Images are padded once; a shifted image is a crop of the padded one.
+        margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))
+        self.images = torch.from_numpy(np.pad(images.astype(np.float32) / 16, margin))
+        self.labels = torch.from_numpy(labels.astype(np.int64))
+        self.max_shift = max_shift
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return image ``index``, shifted by random numbers that the loader seeds with (run.seed, epoch, index)."""
+        row, column = (random.randrange(2 * self.max_shift + 1) for _ in range(2)) if self.max_shift else (0, 0)
+        return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]
+
+
+def build_datasets(config: Config) -> tuple[Digits, Digits]:
+    """Return the training set with augmentation, and the test set without."""
+    return Digits("train", config.dataset.max_shift), Digits("test")

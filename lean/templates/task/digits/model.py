@@ -1,0 +1,81 @@
+"""The model: a small ResNet for 8x8 images, as a sequence of named blocks.
+
+A block takes and returns one tensor, so the sequence can be split, sharded or recomputed between any two blocks.
+
+    images (1, 8, 8) ── stem ── (32, 8, 8) ── narrow0 ── ... ── wide0 ── (64, 4, 4) ── ... ── head ── logits (10,)
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import ModelConfig
+
+CLASSES = 10
+
+
+class Stem(nn.Module):
+    """Maps (batch, 1, 8, 8) images to (batch, width, 8, 8) features."""
+
+    def __init__(self, width: int, norm: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False)
+        self.norm = build_norm(norm, width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.silu(self.norm(self.conv(images)))
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions around a shortcut: (batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.norm1 = build_norm(norm, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
+        self.norm2 = build_norm(norm, outputs)
+        # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, so that rounding
+        # differences under another split do not grow from step to step. SiLU, for the same reason, has no kink.
+        nn.init.zeros_(self.norm2.weight)
+        keeps_shape = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if keeps_shape else nn.Conv2d(inputs, outputs, stride, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.norm1(self.conv1(x)))
+        return F.silu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class Head(nn.Module):
+    """Maps (batch, width, h, w) features to (batch, classes) logits."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.linear(features.mean(dim=(2, 3)))
+
+
+def build_norm(norm: str, width: int) -> nn.GroupNorm | nn.BatchNorm2d:
+    """Build a GroupNorm, which does not depend on how the batch is split, or a BatchNorm, which does."""
+    return nn.GroupNorm(8, width) if norm == "group" else nn.BatchNorm2d(width)
+
+
+def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
+    """Build the model on the CPU, with weights drawn from PyTorch's global generator.
+
+    Pass each block through ``wrap`` as soon as it is built: a strategy compiles, shards or drops it there, so that no
+    rank ever holds more than its part of the model and one block.
+    """
+    narrow, wide, norm = config.width, 2 * config.width, config.norm
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=wrap(Stem(narrow, norm)))
+    for i in range(config.depth):
+        blocks[f"narrow{i}"] = wrap(ResidualBlock(narrow, narrow, stride=1, norm=norm))
+    for i in range(config.depth):
+        stride, inputs = (1, wide) if i else (2, narrow)
+        blocks[f"wide{i}"] = wrap(ResidualBlock(inputs, wide, stride, norm))
+    blocks["head"] = wrap(Head(wide))
+    return nn.Sequential(blocks)

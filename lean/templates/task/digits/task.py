@@ -1,0 +1,67 @@
+"""What is learned and measured: the losses, what they are a mean over, and the metrics."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .config import Config
+from .model import CLASSES
+
+
+class Task:
+    """The losses and metrics of an experiment; each rank builds one, and so does the plain loop of the tests.
+
+    Attributes:
+        best_metric: The metric that selects the best checkpoint.
+        higher_is_better: Whether a larger value of it is better.
+    """
+
+    best_metric, higher_is_better = "accuracy", True
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        """Load what the losses need, such as a frozen teacher in eval mode on ``device``."""
+
+    def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return a local batch with what is computed once for it, such as a teacher's outputs, without gradients."""
+        return inputs, targets
+
+    def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return sums over the samples of a micro-batch, by name; ``loss`` is minimized, and all are logged.
+
+        Args:
+            outputs: Logits of shape (batch, classes).
+            targets: Labels of shape (batch,).
+        """
+        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
+
+    def weight(self, targets: Any) -> int | Tensor:
+        """Return what the losses of a local batch are divided by for their mean: here, its number of samples.
+
+        Return a tensor if local batches may differ in it, as in their number of tokens that are not padding.
+        """
+        return len(targets)
+
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return the metrics of each sample of a batch, by name: tensors whose first dimension is the batch."""
+        losses = F.cross_entropy(outputs.float(), targets, reduction="none")
+        return {"loss": losses, "prediction": outputs.argmax(dim=1), "target": targets}
+
+    def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Aggregate the metrics of all samples of a split, in the dataset's order.
+
+        Returns:
+            ``loss`` (mean cross-entropy in nats), ``accuracy``, and ``class_accuracy``: the accuracy of each class.
+        """
+        correct = metrics["prediction"] == metrics["target"]
+        return {
+            "loss": metrics["loss"].mean(dtype=np.float64),
+            "accuracy": correct.mean(),
+            "class_accuracy": [correct[metrics["target"] == label].mean() for label in range(CLASSES)],
+        }
+
+    def throughput(self, samples_per_second: float) -> dict[str, float]:
+        """Return what a record of training also has to say about its speed."""
+        return {}

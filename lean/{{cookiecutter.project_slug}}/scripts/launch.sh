@@ -1,0 +1,1 @@
+#:: include "launcher/" ~ cookiecutter.launcher ~ "/launch.sh" ::#

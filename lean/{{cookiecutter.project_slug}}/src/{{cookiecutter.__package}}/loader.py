@@ -1,0 +1,109 @@
+"""Which rank reads which sample, and when.
+
+For any number of ranks, step i of an epoch trains on the same samples, and evaluation reads each sample once:
+
+    training     order of the epoch, from (seed, epoch)     7 2 9 4 | 0 5 1 8 | 3 6      2 ranks, global batch of 4:
+                 rank 0 reads 7 9 | 0 1, rank 1 reads 2 4 | 5 8; the incomplete batch 3 6 is dropped
+    evaluation   rank 0 reads 0 2 4 6 8, rank 1 reads 1 3 5 7 9
+"""
+
+import signal
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .config import DataConfig, UserError
+from .dataset import collate_fn
+from .distributed import STOP_SIGNALS, derive_seed, seed_everything
+
+# What a sampler yields: (epoch, index). Loader processes hold a copy of the dataset and would not see the epoch change.
+Key = tuple[int, int]
+
+
+class TrainSampler(Sampler[Key]):
+    """This rank's samples of an epoch, from any position in it up to the last complete global batch."""
+
+    def __init__(self, length: int, dp_rank: int, dp_size: int, global_batch_size: int, seed: int) -> None:
+        if length < global_batch_size:
+            raise UserError(f"data.global_batch_size is {global_batch_size}, but the training set has {length} samples")
+        self.length, self.dp_rank, self.dp_size, self.seed = length, dp_rank, dp_size, seed
+        self.steps_per_epoch = length // global_batch_size
+        self.end, self.epoch, self.start = self.steps_per_epoch * global_batch_size, 0, 0
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Set the epoch, and how many of its samples (over all ranks) have already been consumed."""
+        self.epoch, self.start = epoch, start
+
+    def __iter__(self) -> Iterator[Key]:
+        generator = torch.Generator().manual_seed(self.seed + (self.epoch << 32))
+        order = torch.randperm(self.length, generator=generator)[self.start : self.end]
+        return iter([(self.epoch, index) for index in order[self.dp_rank :: self.dp_size].tolist()])
+
+
+class EvalSampler(Sampler[Key]):
+    """Every ``dp_size``-th sample from ``dp_rank`` on, ``count`` in number.
+
+    All ranks read equally many, because a model may contain collectives: a rank may get one sample more, which does not
+    count.
+    """
+
+    def __init__(self, length: int, dp_rank: int, dp_size: int) -> None:
+        self.indices = range(dp_rank, length, dp_size)
+        self.count, self.padded = len(self.indices), -(-length // dp_size)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter([(0, index) for index in (*self.indices, 0)[: self.padded]])
+
+
+class Seeded(Dataset[Any]):
+    """A dataset whose random transforms are a function of (seed, epoch, index), for any rank and loader process."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: Key) -> Any:
+        seed_everything(derive_seed(self.seed, *key))
+        return self.dataset[key[1]]
+
+
+class Loader(DataLoader[Any]):
+    """A ``DataLoader`` whose processes never see a stop signal: they live until their rank has saved, and end with it.
+
+    They are spawned, because a fork of a rank, which has the threads of gloo or NCCL, may deadlock.
+    """
+
+    def __iter__(self) -> Any:
+        if not self.num_workers:
+            return super().__iter__()
+        resource_tracker.ensure_running()  # It would unblock signals when the first process starts it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # A process inherits the mask.
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def build_loader(
+    dataset: Any, sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device, seed: int
+) -> Loader:
+    """Build a loader of this rank's batches on the CPU."""
+    return Loader(
+        Seeded(dataset, seed),
+        batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=config.num_workers,
+        persistent_workers=config.num_workers > 0,
+        multiprocessing_context="spawn" if config.num_workers else None,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch of any nesting with its tensors on ``device``, without waiting for the copies."""
+    return tree_map(lambda part: part.to(device, non_blocking=True) if isinstance(part, Tensor) else part, batch)

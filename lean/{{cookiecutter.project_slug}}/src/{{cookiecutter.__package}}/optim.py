@@ -1,0 +1,40 @@
+"""The optimizer, its parameter groups and its schedule."""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import OptimConfig
+
+
+def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Build a fused AdamW; matrices and kernels decay, biases and the weights of normalization layers do not."""
+    # A group holds tensors of one type, because one kernel cannot update sharded and whole tensors together.
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            groups[parameter.dim() > 1, type(parameter), parameter.device].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+            for (decays, *_), parameters in groups.items()
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Return the learning rate of a step, counted from 0: a linear warm-up, then half a cosine.
+
+    It is a function of the step and the settings, so it needs no state, and a changed setting acts after a resume.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)

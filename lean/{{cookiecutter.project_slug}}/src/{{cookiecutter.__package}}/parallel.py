@@ -1,0 +1,1 @@
+#:: include "parallelism/" ~ cookiecutter.parallelism ~ "/parallel.py" ::#

@@ -1,0 +1,38 @@
+"""Evaluation counts every sample once, and gives the same metrics on any number of ranks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plain
+from support import EVALUATES_ON, checkpoints, launch, load, module, read_records, settings
+
+
+def plain_metrics(run: Path) -> dict[str, Any]:
+    """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group."""
+    config, dataset = settings(), module("dataset")
+    plain.seed_everything(config.run.seed)
+    _, test_set = dataset.build_datasets(config)
+    task = module("task").Task(config, torch.device("cpu"))
+    model = module("model").build_model(config.model)
+    model.load_state_dict(load(run)["model"])
+    batch = dataset.collate_fn(plain.read(test_set, config.run.seed, 0, range(len(test_set))))
+    with torch.no_grad():
+        inputs, targets = task.prepare(*batch)
+        metrics = task.metrics(model.eval()(inputs), targets)
+    return {"num_samples": len(test_set), **task.aggregate({name: values.numpy() for name, values in metrics.items()})}
+
+
+@pytest.mark.parametrize("nproc", EVALUATES_ON)
+def test_every_sample_counts_once(trained: Callable[..., Path], nproc: int) -> None:
+    run = trained()
+    # Another number of samples per batch than in training, and settings of model and dataset from the checkpoint.
+    words = ("--checkpoint", str(checkpoints(run)[-1]), "--distributed.device=cpu", "--data.eval_batch_size=50")
+    out, _ = launch("evaluate", *words, "--run.seed=7", nproc=nproc)
+    for name, value in plain_metrics(run).items():
+        for record in (json.loads(out.splitlines()[-1]), read_records(run, "eval")[-1]):
+            assert record[name] == pytest.approx(value, rel=1e-5), name

@@ -1,0 +1,30 @@
+"""Losses and weights do not depend on how the work is split."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import plain
+from support import SPLITS, STEPS, TOLERANCE, assert_close, load, read_records, settings
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[plain.Records, dict[str, plain.Tensor]]:
+    """What a loop gives that splits nothing."""
+    return plain.train(settings(), STEPS)
+
+
+@pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=str)
+def test_a_split_gives_the_result_of_a_plain_loop(
+    expected: tuple[plain.Records, dict[str, plain.Tensor]], trained: Callable[..., Path], nproc: int, words: list[str]
+) -> None:
+    run = trained(nproc, *words)
+    worst = 0.0
+    for ours, theirs in zip(read_records(run), expected[0], strict=True):
+        for name, value in theirs.items():
+            # The norm of a small gradient is what rounding changes most.
+            tolerance = TOLERANCE * (10 if name == "grad_norm" else 1)
+            assert ours[name] == pytest.approx(value, rel=tolerance), f"{name} of step {theirs['step']} differs"
+        worst = max(worst, abs(ours["loss"] / theirs["loss"] - 1))
+    print(f"largest relative deviation: {worst:.1e} of a loss, {assert_close(load(run)['model'], expected[1]):.1e}")
