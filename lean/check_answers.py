@@ -1,7 +1,7 @@
 """What stands between the answers and the rendered project: checks, the default slug, and the facts of each choice.
 
-cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. An answer that
-cannot work is rejected before anything is written, with the reason and a command that works.
+cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. It rejects an
+answer that cannot work before anything is written, with the reason and a command that works.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ from jinja2.ext import Extension
 from slugify import slugify
 
 HERE = Path(__file__).parent
-SLUG_LIMIT = 60
-
-# The answers that are text, each with one that works.
-EXAMPLES = {
-    "project_name": "My Experiment",
-    "project_slug": "my-experiment",
-    "description": "Distributed training in plain PyTorch",
-    "author": "Your Name",
-}
+CHOICES = HERE / "templates"  # <question>/<choice>/
+EXAMPLE, SLUG_LIMIT = "my-experiment", 60
 # These change the order in which the text around a name is displayed.
 BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 NONCHARACTERS = "\ufffe\uffff"  # No YAML file may contain them.
@@ -46,7 +39,7 @@ class CheckAnswers(Extension):
 
     def keep_answers(self):
         """From now on, evaluate only what cookiecutter.json computes: an answer is text, not a Jinja template."""
-        context = read_json(HERE / "cookiecutter.json")
+        context = read_json("cookiecutter.json")
         computed = {value for name, value in context.items() if name.startswith("__") and name != "__prompts__"}
         self.templates = computed | {context["project_slug"]}
         return ""
@@ -70,13 +63,19 @@ class CheckAnswers(Extension):
 @pass_context
 def fact(context, name):
     """Return what follows from the answers: ``name`` in the facts.json of a choice's folder; "" if none states it."""
-    answers = context["cookiecutter"]
-    for question in ("parallelism", "task", "launcher", "cluster", "tracker"):
-        path = HERE / "templates" / question / str(answers[question]) / "facts.json"
-        facts = read_json(path) if path.exists() else {}
-        if name in facts:
-            return facts[name]
-    return ""
+    return next((facts[name] for facts in read_facts(context["cookiecutter"]) if name in facts), "")
+
+
+def read_facts(answers):
+    """Yield the facts that each choice states."""
+    for question in sorted({folder.name for folder in CHOICES.iterdir()} & answers.keys()):
+        path = CHOICES / question / str(answers[question]) / "facts.json"
+        yield read_json(path) if path.exists() else {}
+
+
+def read_json(path):
+    """Return the content of a file of the template."""
+    return json.loads((HERE / path).read_text(encoding="utf-8"))
 
 
 def quoted(text):
@@ -88,7 +87,7 @@ def default_slug(name):
     """Return the slug that is offered for the name of a project."""
     slug = slugify(name, entities=False, decimal=False, hexadecimal=False, max_length=48, word_boundary=True)
     prefix = "my-" if find_owner(slug) else "experiment-" if slug[:1].isdigit() else ""
-    return prefix + slug or EXAMPLES["project_slug"]
+    return prefix + slug or EXAMPLE
 
 
 def find_owner(slug):
@@ -98,23 +97,21 @@ def find_owner(slug):
         return "is a Python keyword"
     if name in {module.lower() for module in sys.stdlib_module_names}:
         return "is the name of an existing module, in Python's standard library"
-    return next((reason for reason, names in read_json(HERE / "reserved.json").items() if slug in names), None)
-
-
-def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))
+    return next((reason for reason, names in read_json("reserved.json").items() if slug in names), None)
 
 
 def find_fault(answers):
     """Return the first answer that cannot work as (question, reason, a better value), or None if all work."""
-    for question, example in EXAMPLES.items():
+    context = read_json("cookiecutter.json")
+    for question in [name for name, value in context.items() if name[0] != "_" and isinstance(value, str)]:
         answer = answers[question]
         if any(map(is_control, answer)):
             printable = "".join(" " if is_control(c) else c for c in answer)
             return question, "contains a control character or a line break", " ".join(printable.split())
         if all(c.isspace() or unicodedata.category(c) == "Cf" for c in answer):
-            return question, "is empty", default_slug(answers["project_name"]) if question == "project_slug" else example
-    return find_slug_fault(answers)
+            is_slug = question == "project_slug"
+            return question, "is empty", default_slug(answers["project_name"]) if is_slug else context[question]
+    return find_slug_fault(answers["project_slug"].strip()) or find_refusal(answers, context)
 
 
 def is_control(character):
@@ -122,22 +119,29 @@ def is_control(character):
     return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDI_CONTROLS + NONCHARACTERS
 
 
-def find_slug_fault(answers):
-    """Return why the slug cannot be the name of a folder, a distribution and a package, as find_fault does."""
-    slug, limit = answers["project_slug"].strip(), SLUG_LIMIT
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", slug):
-        return "project_slug", "is not letters and digits, joined by '-', starting with a letter", suggest(slug, limit)
-    if len(slug) > limit:
-        return "project_slug", f"is longer than {limit} characters", suggest(slug, limit)
-    normalized = slug.lower().replace("_", "-")  # As pip compares names.
-    owner = find_owner(normalized)
-    return ("project_slug", owner, f"my-{normalized}") if owner else None
+def find_slug_fault(slug):
+    """Return why a slug cannot be the name of a folder, a distribution and a package, as find_fault does."""
+    words = "-".join(re.findall("[a-z0-9]+", slug.lower())) or EXAMPLE  # As pip compares names.
+    better = (words if words[0].isalpha() else f"experiment-{words}")[:SLUG_LIMIT].rstrip("-")
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", slug):
+        return "project_slug", "is not letters and digits, joined by '-', starting with a letter", better
+    if len(slug) > SLUG_LIMIT:
+        return "project_slug", f"is longer than {SLUG_LIMIT} characters", better
+    owner = find_owner(words)
+    return ("project_slug", owner, f"my-{words}") if owner else None
 
 
-def suggest(text, limit):
-    """Return a slug of letters and digits that is as close to ``text`` as possible."""
-    slug = "-".join(re.findall(r"[a-z0-9]+", text.lower())) or EXAMPLES["project_slug"]
-    return (slug if slug[0].isalpha() else f"experiment-{slug}")[:limit].rstrip("-")
+def find_refusal(answers, context):
+    """Return the first choice that another one refuses in its facts.json, as find_fault does.
+
+    It states why, as in {"refuses": {"parallelism": {"pipeline": "leaves the outputs on one rank, ..."}}}.
+    """
+    for facts in read_facts(answers):
+        for question, reasons in facts.get("refuses", {}).items():
+            if answers[question] in reasons:
+                better = next(choice for choice in context[question] if choice not in reasons)
+                return question, reasons[answers[question]], better
+    return None
 
 
 def command(answers, words):

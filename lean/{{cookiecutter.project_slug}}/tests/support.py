@@ -35,8 +35,7 @@ def module(name: str) -> Any:
 
 def settings(*words: str) -> Any:
     """Return the settings of a command line."""
-    main = module("__main__")
-    return main.read_config(main.parse(["train", *SMALL, *words])[1])
+    return module("__main__").parse(["train", *SMALL, *words])[1]
 
 
 @contextmanager

@@ -17,5 +17,6 @@ with tempfile.TemporaryDirectory() as folder:
         sys.exit(128 + stopped.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # A rank that fails by itself has printed why.
-        sys.exit(f"error: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else 1)
+        if failure.exitcode > 0:  # The rank has printed why.
+            sys.exit(1)
+        sys.exit(f"error: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")

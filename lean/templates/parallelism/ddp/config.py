@@ -1,5 +1,5 @@
 @dataclass
-class ParallelConfig(Section):
+class ParallelConfig:
     """Distributed data parallel: every rank holds the whole model."""
 
     sync_batch_norm: bool = False
@@ -10,4 +10,6 @@ class ParallelConfig(Section):
         return world_size
 
     def check(self, config: "Config", world_size: int) -> None:
-        """Accept any number of ranks."""
+        """Reject SyncBatchNorm on a CPU."""
+        if self.sync_batch_norm and config.distributed.device == "cpu":
+            raise UserError("parallel.sync_batch_norm needs accelerators; turn it off on a CPU")

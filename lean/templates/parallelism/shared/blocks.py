@@ -1,4 +1,4 @@
-def prepare_block(block: nn.Module, config: Config) -> None:
+def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     if config.train.activation_checkpointing:
         if any(isinstance(layer, BATCH_NORMS) for layer in block.modules()):
@@ -6,6 +6,7 @@ def prepare_block(block: nn.Module, config: Config) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
         block.compile()
+    return block
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
@@ -13,13 +14,3 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     leaves, structure = tree_flatten(batch)
     chunks = [leaf.chunk(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
     return [tree_unflatten(list(micro), structure) for micro in zip(*chunks, strict=True)]
-
-
-def average_batch_norm(module: nn.Module, group: Any = None) -> None:
-    """Average the running statistics of BatchNorm over the ranks of a group, each of which has seen other samples."""
-    for layer in module.modules():
-        if isinstance(layer, BATCH_NORMS):
-            for statistics in (layer.running_mean, layer.running_var):
-                if statistics is not None:
-                    dist.all_reduce(statistics, group=group)
-                    statistics /= dist.get_world_size(group)

@@ -1,8 +1,8 @@
 @dataclass
-class DatasetConfig(Section):
+class DatasetConfig:
     """UCI's optical digits: 1,797 images of 8x8 pixels, shipped with the package."""
 
-    max_shift: NonNegativeInt = 0
+    max_shift: int = 0
     """Augmentation: shift each training image by up to this many pixels in each direction, at random."""
 
     def check(self) -> None:
@@ -11,20 +11,21 @@ class DatasetConfig(Section):
             raise UserError(f"dataset.max_shift is {self.max_shift}; give 0 to 7, for images of 8x8 pixels")
 
 
+GROUPS = 8
+
+
 @dataclass
-class ModelConfig(Section):
+class ModelConfig:
     """A small ResNet."""
 
-    width: PositiveInt = 16
+    width: int = 16
     """Channels of the first half, a multiple of 8; the second half has twice as many."""
-    depth: PositiveInt = 2
+    depth: int = 2
     """Residual blocks in each half."""
-    norm: Literal["group", "batch"] = "group"
-    """GroupNorm normalizes each sample by itself, BatchNorm over the micro-batch: its result depends on the split."""
     weights: str | None = field(default=None, metadata={"file": True})
     """A file of weights that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
 
     def check(self) -> None:
         """Reject a width that is not a multiple of GroupNorm's groups."""
-        if self.width % 8:
-            raise UserError(f"model.width is {self.width}; give a multiple of 8, the groups of GroupNorm")
+        if self.width % GROUPS:
+            raise UserError(f"model.width is {self.width}; give a multiple of {GROUPS}, the groups of GroupNorm")

@@ -10,8 +10,6 @@ from torch.utils.data import Dataset, default_collate
 
 from .config import Config
 
-FILE = Path(__file__).with_name("digits.npz")
-
 # Makes a batch, a pair (inputs, targets), of a list of samples.
 collate_fn = default_collate
 
@@ -25,7 +23,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, split: str, max_shift: int = 0) -> None:
-        with np.load(FILE) as arrays:
+        with np.load(Path(__file__).with_name("digits.npz")) as arrays:
             images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
         # Images are padded once; a shifted image is a crop of the padded one.
         margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))

@@ -12,14 +12,9 @@ from .model import CLASSES
 
 
 class Task:
-    """The losses and metrics of an experiment; each rank builds one, and so does the plain loop of the tests.
+    """The losses and metrics of an experiment; each rank builds one, and so does the plain loop of the tests."""
 
-    Attributes:
-        best_metric: The metric that selects the best checkpoint.
-        higher_is_better: Whether a larger value of it is better.
-    """
-
-    best_metric, higher_is_better = "accuracy", True
+    best_metric, higher_is_better = "accuracy", True  # They select the best checkpoint.
 
     def __init__(self, config: Config, device: torch.device) -> None:
         """Load what the losses need, such as a frozen teacher in eval mode on ``device``."""
@@ -31,9 +26,7 @@ class Task:
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums over the samples of a micro-batch, by name; ``loss`` is minimized, and all are logged.
 
-        Args:
-            outputs: Logits of shape (batch, classes).
-            targets: Labels of shape (batch,).
+        Here, outputs are logits of shape (batch, classes), and targets labels of shape (batch,).
         """
         return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
 
@@ -50,11 +43,8 @@ class Task:
         return {"loss": losses, "prediction": outputs.argmax(dim=1), "target": targets}
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Aggregate the metrics of all samples of a split, in the dataset's order.
-
-        Returns:
-            ``loss`` (mean cross-entropy in nats), ``accuracy``, and ``class_accuracy``: the accuracy of each class.
-        """
+        """Return the metrics of a split, from those of its samples in the dataset's order: here, ``loss`` is the mean
+        cross-entropy in nats, and ``class_accuracy`` the accuracy of each class."""
         correct = metrics["prediction"] == metrics["target"]
         return {
             "loss": metrics["loss"].mean(dtype=np.float64),

@@ -3,53 +3,41 @@
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentError
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
-from .config import CheckpointConfig, Config, UserError, sections
+from .config import CheckpointConfig, Config, UserError
 
+SECTIONS = get_type_hints(Config)
 DEFAULT = Path(__file__).parents[2] / "configs" / "default.yaml"
-# With the settings of a run: what all ranks do together.
 COMMANDS = {
     "train": "train, or resume run.dir",
     "evaluate": "print the metrics of --checkpoint PATH on the test set",
-}
-# Without: what one process does with files.
-FILE_COMMANDS = {
     "export": "write the weights of --checkpoint PATH as --output FILE.safetensors",
     "plot": "draw the metrics of --runs [DIR, ...] as --output FILE.png",
 }
+WITHOUT_SETTINGS = ("export", "plot")  # One process reads and writes files.
 
 
-class Parser(ArgumentParser):
-    """A parser that raises what the user has to change."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(message)
-
-
-def build_parser() -> Parser:
-    """Build the parser of all subcommands."""
-    load_yaml = get_loader("yaml")
-
-    def load(text: str) -> Any:
-        reject_repeated_keys(yaml.compose(text, yaml.SafeLoader))
-        return load_yaml(text)
-
-    set_loader("yaml", load, exceptions=(yaml.YAMLError,))
-    parser = Parser(prog=__package__)
+def build_parser(default_files: list[str]) -> ArgumentParser:
+    """Build the parser of all subcommands; it raises an ArgumentError, which is printed as one line."""
+    set_loader("yaml", partial(load_strictly, get_loader("yaml")), exceptions=(yaml.YAMLError,))
+    parser = ArgumentParser(prog=__package__, exit_on_error=False)
     commands = parser.add_subcommands(required=True, dest="command")
-    for name, text in (COMMANDS | FILE_COMMANDS).items():
-        command = Parser()
-        if name in FILE_COMMANDS:
+    for name, text in COMMANDS.items():
+        command = ArgumentParser(exit_on_error=False)
+        if name in WITHOUT_SETTINGS:
             command.add_argument("--output", required=True, help="The file to write.")
         else:
+            command.default_config_files = default_files
             command.add_argument("--config", action="config", help="A YAML file; default: configs/default.yaml.")
-            for section, kind in sections().items():
+            for section, kind in SECTIONS.items():
                 if section != "checkpoint" or name == "train":
                     command.add_class_arguments(kind, section)
         if name == "plot":
@@ -60,59 +48,46 @@ def build_parser() -> Parser:
     return parser
 
 
-def reject_repeated_keys(node: Any) -> None:
-    """Reject YAML with a key that is given twice, of which only the last would count."""
-    if isinstance(node, yaml.MappingNode):
-        names = [key.value for key, _ in node.value]
-        if repeated := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"{repeated[0]} is given twice in one section of the YAML; keep one of them")
-        for _, value in node.value:
-            reject_repeated_keys(value)
+def load_strictly(load: Callable[[str], Any], text: str) -> Any:
+    """Load YAML, and reject a key that is given twice, of which only the last would count."""
+    nodes = [yaml.compose(text, yaml.SafeLoader)]
+    for node in nodes:
+        if isinstance(node, yaml.MappingNode):
+            names = [key.value for key, _ in node.value]
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{repeated[0]} is given twice in one section of the YAML; keep one of them")
+            nodes += [value for _, value in node.value]
+    return load(text)
 
 
-def parse(argv: Sequence[str]) -> tuple[str, Namespace]:
-    """Return the subcommand and its options; settings that are not given are those of ``configs/default.yaml``."""
-    words = list(argv)
-    names_file = any(word.split("=")[0] == "--config" for word in words)
-    if words and words[0] in COMMANDS and not names_file and DEFAULT.exists():
-        words[1:1] = ["--config", str(DEFAULT)]
-    parser = build_parser()
-    parsed = parser.instantiate(parser.parse_args(words))
-    return parsed.command, parsed[parsed.command]
+def parse(argv: Sequence[str]) -> tuple[str, Config, Namespace]:
+    """Return the subcommand, the settings, and the other options."""
+    names_file = any(word.split("=")[0] == "--config" for word in argv)
+    parser = build_parser([] if names_file else [str(DEFAULT)])
+    parsed = parser.instantiate(parser.parse_args(argv))
+    options = parsed[parsed.command]
+    settings = {name: options[name] for name, kind in SECTIONS.items() if isinstance(options.get(name), kind)}
+    return parsed.command, Config(**settings), options
 
 
-def read_config(options: Namespace) -> Config:
-    """Return the settings among the options of a subcommand."""
-    return Config(**{name: options[name] for name, kind in sections().items() if isinstance(options.get(name), kind)})
-
-
-def check(name: str, options: Namespace) -> None:
-    """Reject what cannot work; it needs neither PyTorch nor a process group."""
-    if name not in ("train", "plot") and not Path(str(options.checkpoint)).exists():
-        raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")
-    if name in COMMANDS:
-        read_config(options).check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
-
-
-def run(name: str, options: Namespace, given: set[str]) -> None:
+def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     """Run a subcommand; ``given`` has the names of the options on the command line."""
     # Only now: PyTorch takes seconds to import, and wrong settings are reported before that.
     from .checkpoint import export
     from .distributed import cleanup, fail, setup
     from .evaluate import evaluate
     from .logger import plot
-    from .train import train
+    from .train import Trainer
 
     if name == "export":
         return export(Path(options.checkpoint), Path(options.output))
     if name == "plot":
         return plot(options.runs, options.output)
     gc.freeze()  # The imports made 400,000 objects that stay; the garbage collector would look at them again and again.
-    config = read_config(options)
     process = setup(config)
     try:
         if name == "train":
-            train(config, process)
+            Trainer(config, process).run()
         else:
             evaluate(options.checkpoint, config, given, process)
     except Exception as error:
@@ -124,11 +99,14 @@ def main(argv: Sequence[str]) -> None:
     """Check the settings, and run one subcommand on this rank; ``--preflight`` only checks."""
     words = [word for word in argv if word != "--preflight"]
     try:
-        name, options = parse(words)
-        check(name, options)
+        name, config, options = parse(words)
+        if name not in ("train", "plot") and not Path(str(options.checkpoint)).exists():
+            raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")
+        if name not in WITHOUT_SETTINGS:
+            config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
         if len(words) == len(argv):
-            run(name, options, given={word.split("=")[0].removeprefix("--") for word in words})
-    except UserError as error:
+            run(name, config, options, given={word.split("=")[0].removeprefix("--") for word in words})
+    except (UserError, ArgumentError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 

@@ -1,14 +1,15 @@
 """Checkpoints: one file, written by rank 0, complete or absent, that loads into any PyTorch program.
 
     {"model": state_dict, "optimizer": {"state": {"stem.conv.weight": {"exp_avg": ...}, ...}},
-     "progress": {"step": 440, "epoch": 20, "samples": 0}, "config": {...}, "dataset": {...}, "scaler": {...}}
+     "progress": {"step": 440, "epoch": 20, "samples": 0}, "config": {...}, "scaler": {...}}
 
-It is the state of the whole model, so a run resumes under any strategy and on any number of ranks. It has no random
-state: each step and each sample is seeded by its number.
+It is the state of the whole model, so a run resumes under any strategy and on any number of ranks, and has no random
+state, because each step and each sample is seeded by its number.
 """
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -18,20 +19,14 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.optim import Optimizer
 
 from .config import Config, UserError
 from .distributed import Process
-
-if TYPE_CHECKING:
-    from .parallel import Parallel
-
-FIXED = ("run.seed", "data.global_batch_size")  # They decide which samples an epoch still has.
 
 
 @dataclass
@@ -46,13 +41,12 @@ class Progress:
 class Checkpointer:
     """Saves and restores one run; ``save`` and ``restore`` are collectives."""
 
-    def __init__(
-        self, parallel: "Parallel", optimizer: Optimizer, lengths: list[int], config: Config, process: Process
-    ) -> None:
+    def __init__(self, parallel: Any, optimizer: Any, lengths: list[int], config: Config, process: Process) -> None:
         self.parallel, self.optimizer, self.config, self.process = parallel, optimizer, config, process
         self.folder, self.was_read_back = Path(config.run.dir) / "checkpoints", False
         digests = process.on_main(lambda: {name: digest(Path(path)) for name, path in config.files().items()})
-        self.dataset = {"lengths": lengths, **digests}
+        # All that a resumed run has to agree with; the files of the dataset by their content.
+        self.settings = asdict(config) | {"content": {"lengths": lengths, **digests}}
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is after ``progress.step`` steps."""
@@ -63,8 +57,7 @@ class Checkpointer:
 
     def header(self, progress: Progress) -> dict[str, Any]:
         """Return the part of a checkpoint that all ranks hold."""
-        header = {"progress": asdict(progress), "config": self.config.to_dict(), "dataset": self.dataset}
-        return header | {"scaler": self.parallel.scaler.state_dict()}
+        return {"progress": asdict(progress), "config": self.settings, "scaler": self.parallel.scaler.state_dict()}
 
     def write(self, content: dict[str, Any], step: int) -> None:
         """Write a checkpoint; the first one of this start is read back, as a check that it can be."""
@@ -80,40 +73,29 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until everything is written."""
 
-    def prune(self, best_step: int | None) -> None:
+    def prune(self, best_step: int) -> None:
         """Remove all checkpoints but the newest ``checkpoint.keep`` and the best one; on rank 0."""
         for path in list_checkpoints(self.folder)[: -self.config.checkpoint.keep]:
-            if step_of(path) != best_step:
+            if path.stem != f"step-{best_step:08d}":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def restore(self) -> tuple[Progress, list[str]]:
-        """Resume from the newest checkpoint that can be read, or start from ``checkpoint.resume`` or ``model.weights``.
-
-        Returns:
-            How far the run had come, and the settings that have changed since then.
-        """
-        content: dict[str, Any] = {}
-
-        def read_start() -> dict[str, Any]:
-            content.update(self.read_start())
-            return {name: part for name, part in content.items() if name not in ("model", "optimizer")}
-
-        header = self.process.on_main(read_start)
-        if "progress" in header:
-            changes = compare(self.config, self.dataset, header)
-            self.parallel.load_full_state_dict(
-                content.get("model", {}), self.optimizer, content.get("optimizer", {}).get("state")
-            )
-            self.parallel.scaler.load_state_dict(header["scaler"] if self.parallel.scaler.is_enabled() else {})
-            return Progress(**header["progress"]), changes
-        if self.config.model.weights is not None:
-            self.parallel.load_full_state_dict(content.get("model", {}))
-        return Progress(), []
+        """Load what the run starts from; returns how far it had come, and the settings that have changed since then."""
+        content, header = read_on_main(self.read_start, self.process)
+        model, scaler = content.get("model", {}), self.parallel.scaler
+        if "progress" not in header:
+            if self.config.model.weights is not None:
+                self.parallel.load_full_state_dict(model)
+            return Progress(), []
+        changes = compare(self.settings, header["config"], {*self.config.files(), "content.model.weights", "run.dir"})
+        self.parallel.load_full_state_dict(model, self.optimizer, content.get("optimizer", {}).get("state"))
+        scaler.load_state_dict(header["scaler"] or scaler.state_dict())
+        return Progress(**header["progress"]), changes
 
     def read_start(self) -> dict[str, Any]:
-        """Return what the run starts from, empty if from nothing; on rank 0."""
+        """Return the newest checkpoint that can be read, else that of ``checkpoint.resume``, else ``model.weights``."""
         lock(Path(self.config.run.dir))
-        resume, weights, found = self.config.checkpoint.resume, self.config.model.weights, list_checkpoints(self.folder)
+        resume, found = self.config.checkpoint.resume, list_checkpoints(self.folder)
         if found and resume == "never":
             raise UserError(f"checkpoint.resume is never, but there is {found[-1]}; give another run.dir")
         for path in reversed(found):
@@ -124,36 +106,38 @@ class Checkpointer:
                 path.rename(f"{path}.damaged")
         if resume not in ("auto", "never"):
             return read(Path(resume))
+        weights = self.config.model.weights
         return {"model": read_weights(Path(weights))} if weights is not None else {}
 
 
-def compare(config: Config, dataset: dict[str, Any], header: dict[str, Any]) -> list[str]:
-    """Return which settings changed; rejects another model, dataset, batch size or seed."""
+def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what rank 0 reads, empty on the other ranks, and on all ranks the part of it that is not large."""
+    content: dict[str, Any] = {}
+
+    def read_header() -> dict[str, Any]:
+        content.update(read_content())
+        return {name: part for name, part in content.items() if name not in ("model", "optimizer")}
+
+    return content, process.on_main(read_header)
+
+
+def compare(settings: dict[str, Any], saved: dict[str, Any], ignored: set[str]) -> list[str]:
+    """Return which settings changed; rejects another model or dataset, and what decides which samples are left."""
     changes = []
-    for name in dataset.keys() - {"model.weights"}:
-        if dataset[name] != header["dataset"].get(name):
-            raise UserError(f"dataset: {name} differ(s) from the checkpoint's; give the same data, or another run.dir")
-    for section, values in config.to_dict().items():
+    for section, values in settings.items():
         for key, value in values.items():
-            name, saved = f"{section}.{key}", header["config"].get(section, {}).get(key)
-            # Files are compared by their content.
-            is_fixed = (section in ("model", "dataset") or name in FIXED) and name not in config.files()
-            if is_fixed and value != saved:
-                raise UserError(f"{name} is {value}, and {saved} in the checkpoint; give that, or another run.dir")
-            if value != saved and name != "run.dir":
-                changes.append(f"{name} from {saved} to {value}")
+            name, before = f"{section}.{key}", saved.get(section, {}).get(key)
+            if value == before or name in ignored:
+                continue
+            if section in ("content", "dataset", "model") or name in ("run.seed", "data.global_batch_size"):
+                raise UserError(f"{name} is {value}, and {before} in the checkpoint; give that, or another run.dir")
+            changes.append(f"{name} from {before} to {value}")
     return changes
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first: files (``.pt``) and sharded ones (``.dcp``)."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+\.(pt|dcp)", path.name)]
-    return sorted(found, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint."""
-    return int(path.stem.removeprefix("step-"))
+    return sorted([*folder.glob("step-????????.pt"), *folder.glob("step-????????.dcp")])
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -162,7 +146,8 @@ def read(path: Path) -> dict[str, Any]:
         if path.is_dir():
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 dcp_to_torch_save(path, Path(folder, "full.pt"))
-                return torch.load(Path(folder, "full.pt"), map_location="cpu", weights_only=True)
+                sharded = torch.load(Path(folder, "full.pt"), map_location="cpu", weights_only=True)
+            return sharded | json.loads(sharded.pop("header"))
         with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums.
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} is wrong")
@@ -176,30 +161,25 @@ def read(path: Path) -> dict[str, Any]:
 
 def read_weights(path: Path) -> dict[str, Any]:
     """Return the weights in a checkpoint, in a file of a state_dict, or in a .safetensors file."""
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    content = read(path)
+    content: dict[str, Any] = load_file(path) if path.suffix == ".safetensors" else read(path)
     for key in ("model", "state_dict"):
         content = content.get(key, content)
-    for prefix in ("module.", "_orig_mod."):  # Added by DistributedDataParallel and torch.compile.
-        content = {name.removeprefix(prefix): value for name, value in content.items()}
-    return content
+    prefix = r"^(module\.|_orig_mod\.)+"  # Of DistributedDataParallel and torch.compile.
+    return {re.sub(prefix, "", name): value for name, value in content.items()}
 
 
 def export(path: Path, output: Path) -> None:
-    """Write the weights of a checkpoint as a .safetensors file, for programs that have no PyTorch."""
+    """Write the weights of a checkpoint as a .safetensors file."""
     save_file({name: value.contiguous() for name, value in read(path)["model"].items()}, output)
 
 
 def digest(path: Path) -> str:
-    """Return a digest of a file: of its size, and of up to 1,024 blocks of 64 KiB all over it."""
-    size = path.stat().st_size
-    content = hashlib.blake2b(str(size).encode(), digest_size=16)
+    """Return a digest of a file: of its size, its first and its last MiB, where a checkpoint has its checksums."""
     with open(path, "rb") as file:
-        for start in range(0, size, max(2**16, size // 1024)):
-            file.seek(start)
-            content.update(file.read(2**16))
-    return content.hexdigest()
+        content = file.read(2**20)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 2**20))
+        return hashlib.blake2b(content + file.read() + str(size).encode(), digest_size=16).hexdigest()
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:

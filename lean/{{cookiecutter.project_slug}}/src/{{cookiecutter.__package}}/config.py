@@ -1,12 +1,11 @@
 """Settings: typed dataclasses with one docstring per field, which ``--help`` shows. Imports no PyTorch."""
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Literal
 
 from jsonargparse import set_parsing_settings
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -15,35 +14,25 @@ class UserError(Exception):
     """Something that the user has to change: one line that names the problem and what would work."""
 
 
-class Section:
-    """A group of settings."""
-
-    def __post_init__(self) -> None:
-        """Make numbers built-in ones: the parser's own classes of numbers could not be loaded from a checkpoint."""
-        for name, value in vars(self).items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                setattr(self, name, int(value) if isinstance(value, int) else float(value))
-
-
 @dataclass
-class RunConfig(Section):
+class RunConfig:
     """Where the run writes, and what makes it reproducible."""
 
     dir: str = "runs/default"
     """Directory for everything that the run writes; created if missing. The same command resumes the run there."""
-    seed: NonNegativeInt = 0
+    seed: int = 0
     """Seed of the initial weights, the order of the data and its augmentation."""
 
 
 @dataclass
-class DataConfig(Section):
+class DataConfig:
     """How samples are grouped into batches."""
 
-    global_batch_size: PositiveInt = 64
+    global_batch_size: int = 64
     """Samples per optimizer step, over all ranks together."""
-    eval_batch_size: PositiveInt = 256
+    eval_batch_size: int = 256
     """Samples per forward pass of evaluation, on each rank."""
-    num_workers: NonNegativeInt = 0
+    num_workers: int = 0
     """Loader processes per rank; 0 loads in the rank's own process."""
 
 
@@ -54,32 +43,32 @@ class DataConfig(Section):
 
 
 @dataclass
-class OptimConfig(Section):
+class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: PositiveFloat = 1e-3
+    lr: float = 1e-3
     """Peak learning rate."""
-    min_lr_ratio: NonNegativeFloat = 0.0
+    min_lr_ratio: float = 0.0
     """Learning rate of the last step of ``train.epochs``, as a fraction of the peak."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: int = 0
     """Steps over which the learning rate rises from zero to its peak."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: float = 0.0
     """Decoupled weight decay of matrices and kernels; biases and normalization weights have none."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     """Decay rates of AdamW's first and second moments."""
-    eps: PositiveFloat = 1e-8
+    eps: float = 1e-8
     """Term that AdamW adds to the denominator."""
 
 
 @dataclass
-class TrainConfig(Section):
+class TrainConfig:
     """The training loop."""
 
-    epochs: PositiveInt = 1
+    epochs: int = 1
     """Passes over the training set."""
-    max_steps: PositiveInt | None = None
+    max_steps: int | None = None
     """Stop after this many optimizer steps; the schedule keeps its length, so a later run can resume from there."""
-    microbatches: PositiveInt = 1
+    microbatches: int = 1
     """Micro-batches that a rank splits its local batch into, to save memory; the result stays the same."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of forward and backward; weights stay in fp32, and fp16 scales the loss."""
@@ -91,23 +80,23 @@ class TrainConfig(Section):
     """Keep only the input of each block for backward and recompute the rest: less memory, a third more computation."""
     allow_unused: bool = False
     """Accept parameters that the loss does not depend on, which are an error otherwise."""
-    clip_grad_norm: PositiveFloat | None = None
+    clip_grad_norm: float | None = None
     """Maximum norm of the whole gradient; null turns clipping off."""
-    log_every: PositiveInt = 10
+    log_every: int = 10
     """Steps between two records; the loop waits for the device only then."""
-    eval_every: PositiveInt | None = None
+    eval_every: int | None = None
     """Steps between two evaluations, each after a checkpoint of that step; null evaluates only at the end."""
     profile: bool = False
     """Write each rank's trace of steps 11 to 15 of this start to run.dir, for https://ui.perfetto.dev."""
 
 
 @dataclass
-class CheckpointConfig(Section):
+class CheckpointConfig:
     """What a run saves, and what it resumes from."""
 
-    every_steps: PositiveInt | None = None
+    every_steps: int | None = None
     """Steps between two checkpoints; null saves only before an evaluation."""
-    keep: PositiveInt = 2
+    keep: int = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
     resume: str = "auto"
     """auto: resume if run.dir holds a checkpoint. never: reject such a run.dir. Or a checkpoint to start from."""
@@ -115,7 +104,7 @@ class CheckpointConfig(Section):
 
 
 @dataclass
-class DistributedConfig(Section):
+class DistributedConfig:
     """The process group."""
 
     device: Literal["auto", "cpu"] = "auto"
@@ -124,7 +113,7 @@ class DistributedConfig(Section):
     """Communication backend; auto is PyTorch's default for the device: NCCL on NVIDIA GPUs, gloo on CPUs."""
     init_method: str = "env://"
     """Rendezvous of the ranks: env:// (the launcher's variables), tcp://HOST:PORT or file:///PATH."""
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: float = 600.0
     """Longest wait for other ranks, after which the run ends with an error."""
 
 
@@ -142,13 +131,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the settings as nested dictionaries of what YAML can hold."""
-        return {
-            section: {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-            for section, settings in asdict(self).items()
-        }
-
     def files(self) -> dict[str, str]:
         """Return the values of settings that are files, by name: those with ``metadata={"file": True}``."""
         return {
@@ -159,18 +141,20 @@ class Config:
         }
 
     def check(self, world_size: int, trains: bool) -> None:
-        """Reject values that have the right type but cannot work; ``trains`` is False if the model is only evaluated."""
-        for section, settings in self.to_dict().items():
-            for name, value in settings.items():
-                if value == "" or (isinstance(value, float) and not math.isfinite(value)):
-                    raise UserError(f"{section}.{name} is {value!r}; give a value")
+        """Reject values that cannot work; numbers are positive, or zero where that is the default."""
+        for section, settings in vars(self).items():
+            for name, value in vars(settings).items():
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                is_zero_by_default = value == 0 and getattr(type(settings), name) == 0
+                if value == "" or (is_number and not (0 < value < math.inf or is_zero_by_default)):
+                    raise UserError(f"{section}.{name} is {value!r}; give a positive number, or a text")
         for name, path in self.files().items():
             if not Path(path).is_file() and (trains or name != "model.weights"):
                 raise UserError(f"{name} is {path}: no such file")
         if self.run.seed >= 2**32:
             raise UserError(f"run.seed is {self.run.seed}; give a number below 2**32")
-        if not all(0 <= beta < 1 for beta in self.optim.betas):
-            raise UserError(f"optim.betas is {list(self.optim.betas)}; give two numbers from 0 to below 1")
+        if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
+            raise UserError(f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1")
         self.dataset.check()
         self.model.check()
         self.parallel.check(self, world_size)
@@ -182,8 +166,3 @@ class Config:
                 f"data.global_batch_size is {batch}, which does not divide into {dp_size} local batch(es) of "
                 f"{self.train.microbatches} micro-batch(es); {' or '.join(map(str, fits))} would"
             )
-
-
-def sections() -> dict[str, type]:
-    """Return the class of each section of ``Config``, by name."""
-    return get_type_hints(Config)

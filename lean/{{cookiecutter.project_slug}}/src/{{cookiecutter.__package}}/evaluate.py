@@ -1,24 +1,21 @@
 """Exact evaluation: every sample counts once, for any number of ranks."""
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from .checkpoint import read
+from .checkpoint import read, read_on_main
 from .config import Config, UserError
 from .dataset import build_datasets
 from .distributed import Process, seed_everything
 from .loader import EvalSampler, build_loader, to_device
 from .parallel import Parallel
 from .task import Task
-
-Metrics = dict[str, np.ndarray]
 
 
 def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, Any, Any]:
@@ -27,7 +24,7 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
     train_set, test_set = build_datasets(config)
     lengths = process.all_gather((len(train_set), len(test_set)))
     if len(set(lengths)) > 1:
-        raise UserError(f"ranks have datasets of different lengths: {lengths}; give each machine the same files")
+        raise UserError(f"the ranks' datasets have different lengths, {lengths}; give each machine the same files")
     task = Task(config, process.device)
     for module in vars(task).values():
         if isinstance(module, nn.Module):  # Such as a teacher, which is not trained.
@@ -49,14 +46,12 @@ class Evaluator:
         """Return ``num_samples`` and what ``Task.aggregate`` makes of all samples, the same on every rank."""
         self.parallel.average_buffers()
         self.parallel.module.eval()
-        metrics = self.measure()
+        parts = process.all_gather(self.measure())
         self.parallel.module.train()
-        shares: list[Any] = [None] * process.world_size
-        dist.all_gather_object(shares, metrics, group=process.cpu_group)
-        return process.on_main(lambda: {"num_samples": self.length, **self.aggregate(shares)})
+        return process.on_main(lambda: {"num_samples": self.length, **self.aggregate(parts)})
 
     @torch.no_grad()
-    def measure(self) -> Metrics:
+    def measure(self) -> dict[str, np.ndarray]:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
         for batch in self.loader:
@@ -64,72 +59,53 @@ class Evaluator:
             outputs = self.parallel.predict(inputs)
             if outputs is not None:
                 for name, values in self.task.metrics(outputs, targets).items():
-                    # A copy: a loader process shares memory with the batch, and a file descriptor for each tensor.
+                    # A copy: targets are in memory shared with a loader process, a file descriptor for each tensor.
                     collected.setdefault(name, []).append(values.detach().clone())
         count = self.sampler.count if collected else 0
-        arrays = {name: torch.cat(values)[:count].cpu().numpy() for name, values in collected.items()}
-        return {"index": np.array(self.sampler.indices[:count], dtype=np.int64)} | arrays
+        metrics = {name: torch.cat(values)[:count].cpu().numpy() for name, values in collected.items()}
+        return {"index": np.array(self.sampler.indices[:count], dtype=np.int64)} | metrics
 
-    def aggregate(self, shares: list[Metrics]) -> dict[str, Any]:
+    def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split."""
-        index = np.concatenate([share["index"] for share in shares])
-        if len(index) != self.length or len(np.unique(index)) != self.length:
-            raise UserError(f"{len(np.unique(index))} of {self.length} samples were evaluated, {len(index)} in all")
-        order, filled = np.argsort(index), [share for share in shares if len(share["index"])]
-        merged = {name: np.concatenate([share[name] for share in filled])[order] for name in filled[0]}
+        parts = [part for part in parts if len(part["index"])]
+        index = np.concatenate([part["index"] for part in parts])
+        order = np.argsort(index)
+        if not np.array_equal(index[order], np.arange(self.length)):
+            raise UserError(f"{len(set(index.tolist()))} of {self.length} samples were evaluated, {len(index)} in all")
+        merged = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
         metrics = self.task.aggregate(merged)
-        return {name: to_plain(name, value) for name, value in metrics.items()}
+        if taken := {"event", "step", "split", "num_samples"} & metrics.keys():
+            raise UserError(f"Task.aggregate returns {taken}, names of other parts of a record; rename them")
+        try:  # Numbers of NumPy and PyTorch become built-in ones, and those that are not finite null.
+            text = json.dumps(metrics, default=lambda value: value.tolist())
+        except (AttributeError, ValueError) as error:
+            raise UserError(f"Task.aggregate returns what is no number, text or list of them: {error}") from None
+        return dict(json.loads(text, parse_constant=lambda _: None))
 
 
-def to_plain(name: str, value: Any) -> Any:
-    """Return a metric as what JSON and a checkpoint can hold: a number, a text, or a list of these."""
-    if name in ("event", "step", "split", "num_samples"):
-        raise UserError(f"Task.aggregate returns {name}, which is the name of another part of a record; rename it")
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [to_plain("", each) for each in value]
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise UserError(f"Task.aggregate returns {name} as {type(value).__name__}; return a number, a text or a list")
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def load_experiment(path: str, config: Config, given: set[str], process: Process) -> tuple[Task, Parallel, Any, int]:
+    """Return the task, the model and the test set of a checkpoint, and its step.
 
-
-def load_experiment(path: str, config: Config, given: set[str], process: Process) -> tuple[Any, ...]:
-    """Build the experiment of a checkpoint, with its settings of model and dataset, and load its weights.
-
-    Args:
-        path: The checkpoint.
-        config: The settings, which are changed to those of the checkpoint.
-        given: Settings of the command line, such as ``dataset.path``, which win.
-        process: This rank.
-
-    Returns:
-        The task, the model, the test set, and how far the run had come.
+    The settings of model and dataset are those of the checkpoint, except those that are ``given`` on the command line.
     """
-    content: dict[str, Any] = {}
-
-    def read_header() -> dict[str, Any]:
-        content.update(read(Path(path)))
-        if "config" not in content:
-            raise UserError(f"{path} is not a checkpoint of this project: it has no settings")
-        return {name: content[name] for name in ("config", "progress")}
-
-    header = process.on_main(read_header)
+    content, header = read_on_main(lambda: read(Path(path)), process)
+    if "config" not in header:
+        raise UserError(f"{path} is no checkpoint of a run: it has no settings")
     for section in ("model", "dataset"):
-        for name, saved in header["config"][section].items():
-            value = getattr(getattr(config, section), name, saved)
+        settings, saved = getattr(config, section), header["config"][section]
+        for name in vars(settings).keys() & saved.keys():
             if f"{section}.{name}" not in given:
-                setattr(getattr(config, section), name, saved)
-            elif value != saved and process.is_main:
-                print(f"{section}.{name} is {value}, and {saved} in the checkpoint", flush=True)
+                setattr(settings, name, saved[name])
+            elif process.rank == 0 and getattr(settings, name) != saved[name]:
+                print(f"{section}.{name}: {getattr(settings, name)} instead of {saved[name]}", file=sys.stderr)
     task, parallel, _, test_set = build_experiment(config, process)
     parallel.load_full_state_dict(content.get("model", {}))
-    return task, parallel, test_set, header["progress"]
+    return task, parallel, test_set, header["progress"]["step"]
 
 
 def evaluate(path: str, config: Config, given: set[str], process: Process) -> None:
     """Evaluate a checkpoint on the test set, and print its metrics as one line of JSON."""
-    task, parallel, test_set, progress = load_experiment(path, config, given, process)
-    record = Evaluator(task, parallel, test_set, config)(process)
-    if process.is_main:
-        print(json.dumps({"event": "eval", "step": progress["step"], "split": "test", **record}))
+    task, parallel, test_set, step = load_experiment(path, config, given, process)
+    metrics = Evaluator(task, parallel, test_set, config)(process)
+    if process.rank == 0:
+        print(json.dumps({"event": "eval", "step": step, "split": "test", **metrics}))

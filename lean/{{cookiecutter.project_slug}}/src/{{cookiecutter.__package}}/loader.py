@@ -1,10 +1,6 @@
 """Which rank reads which sample, and when.
 
-For any number of ranks, step i of an epoch trains on the same samples, and evaluation reads each sample once:
-
-    training     order of the epoch, from (seed, epoch)     7 2 9 4 | 0 5 1 8 | 3 6      2 ranks, global batch of 4:
-                 rank 0 reads 7 9 | 0 1, rank 1 reads 2 4 | 5 8; the incomplete batch 3 6 is dropped
-    evaluation   rank 0 reads 0 2 4 6 8, rank 1 reads 1 3 5 7 9
+On any number of ranks, step i of an epoch trains on the same samples, and evaluation reads each sample once.
 """
 
 import signal
@@ -46,11 +42,7 @@ class TrainSampler(Sampler[Key]):
 
 
 class EvalSampler(Sampler[Key]):
-    """Every ``dp_size``-th sample from ``dp_rank`` on, ``count`` in number.
-
-    All ranks read equally many, because a model may contain collectives: a rank may get one sample more, which does not
-    count.
-    """
+    """Every ``dp_size``-th sample from ``dp_rank`` on, and one that does not count if another rank has one more."""
 
     def __init__(self, length: int, dp_rank: int, dp_size: int) -> None:
         self.indices = range(dp_rank, length, dp_size)

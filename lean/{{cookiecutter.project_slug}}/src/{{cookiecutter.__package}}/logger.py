@@ -6,8 +6,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,26 @@ import yaml
 from tqdm import tqdm
 
 from .checkpoint import write_atomically
-from .config import Config, UserError
+from .config import Config
 from .distributed import Process
-
-PROJECT = Path(__file__).parents[2]
 
 
 class Logger:
     """Writes records and prints them on rank 0; on the other ranks, its methods do nothing."""
 
     def __init__(self, config: Config, process: Process, step: int, total_steps: int, changes: list[str]) -> None:
-        self.is_main, self.total_steps = process.is_main, total_steps
+        self.is_main, self.total_steps = process.rank == 0, total_steps
         self.evaluations: dict[int, dict[str, Any]] = {}  # By step.
         if not self.is_main:
             return
         run_dir = Path(config.run.dir)
-        write_text(run_dir / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False))
+        write_text(run_dir / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
         write_provenance(run_dir / "provenance.json", process, step, changes)
-        for record in truncate(run_dir / "metrics.jsonl", step):
-            if record["event"] == "eval":
-                self.evaluations[record["step"]] = record
+        records = drop_records_after(run_dir / "metrics.jsonl", step)
+        self.evaluations = {record["step"]: record for record in records if record["event"] == "eval"}
         self.file = open(run_dir / "metrics.jsonl", "a", buffering=1)
         self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=not sys.stderr.isatty())
-        self.print(f"{config.run.dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
+        self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
         for change in changes:
             self.print(f"changed: {change}")
 #:: include "tracker/" ~ cookiecutter.tracker ~ "/open.py" ignore missing ::#
@@ -47,21 +44,20 @@ class Logger:
         """Write a record, and print its numbers."""
         if not self.is_main:
             return
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
-        if record["event"] == "eval":
-            self.evaluations[record["step"]] = record
-        hidden = ("step", "epoch", "num_samples")
-        numbers = {n: v for n, v in record.items() if isinstance(v, int | float) and n not in hidden}
-        shown = "  ".join(f"{name} {value:.5g}" for name, value in numbers.items())
-        self.print(f"{record['event']:5}  step {record['step']}/{self.total_steps}  {shown}")
-        self.bar.update(record["step"] - self.bar.n)
+        self.file.write(json.dumps(record) + "\n")
+        step, event = record["step"], record["event"]
+        numbers = "  ".join(f"{name} {value:.5g}" for name, value in record.items() if isinstance(value, float))
+        self.print(f"{event:5}  step {step}/{self.total_steps}  {numbers}")
+        self.bar.update(step - self.bar.n)
+        if event == "eval":
+            self.evaluations[step] = record
 #:: include "tracker/" ~ cookiecutter.tracker ~ "/log.py" ignore missing ::#
 
-    def best_step(self, metric: str, higher_is_better: bool) -> int | None:
-        """Return the step with the best value of a metric, the earliest of equal ones; None if there is none."""
+    def best_step(self, metric: str, higher_is_better: bool) -> int:
+        """Return the step with the best value of a metric, the earliest of equal ones; 0 if there is none."""
         sign = -1 if higher_is_better else 1
-        values = [(sign * r[metric], step) for step, r in self.evaluations.items() if r.get(metric) is not None]
-        return min(values)[1] if values else None
+        values = [(sign * r[metric], step) for step, r in self.evaluations.items() if r[metric] is not None]
+        return min(values, default=(0, 0))[1]
 
     def print(self, text: str) -> None:
         """Print one line above the progress bar."""
@@ -77,23 +73,33 @@ class Logger:
 #:: include "tracker/" ~ cookiecutter.tracker ~ "/close.py" ignore missing ::#
 
 
-def truncate(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the records after ``step``, which a resumed run writes again, and what a kill left unfinished.
-
-    Returns:
-        The other records.
-    """
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-            if line.endswith("\n") and record["step"] <= step:
-                records.append(record)
-        except (ValueError, TypeError, KeyError):
-            continue
+def drop_records_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop records after ``step``, which a resumed run writes again, and an unfinished line; returns the others."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = [record for record in records if record["step"] <= step]
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
+
+
+def write_provenance(path: Path, process: Process, step: int, changes: list[str]) -> None:
+    """Write where this start of the run came from, followed by the same of its earlier starts."""
+    last = json.loads(path.read_text()) if path.exists() else {}
+    content: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
+    content |= {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain"))}
+    content |= {"torch": torch.__version__, "host": platform.node(), "device": str(process.device)}
+    content |= {"world_size": process.world_size, "step": step, "changes": changes}
+    content["earlier"] = [last, *last.pop("earlier")] if last else []
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def git(*arguments: str) -> str | None:
+    """Return what git prints about this project; None without git or a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -101,58 +107,21 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def write_provenance(path: Path, process: Process, step: int, changes: list[str]) -> None:
-    """Write where this start of the run came from, with the same of earlier starts."""
-    try:
-        earlier = json.loads(path.read_text())
-        earlier = [{k: v for k, v in earlier.items() if k != "earlier"}, *earlier["earlier"]]
-    except (OSError, ValueError, KeyError, AttributeError):  # This is the first start, or the file is damaged.
-        earlier = []
-    content = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
-        "step": step,
-        "changes": changes,
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": bool(git("status", "--porcelain")),
-        "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in ("torch", "numpy")},
-        "host": platform.node(),
-        "world_size": process.world_size,
-        "device": torch.get_device_module(process.device).get_device_name() if process.device.type == "cuda" else "cpu",
-        "earlier": earlier,
-    }
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def git(*arguments: str) -> str | None:
-    """Return what git prints about this project; None without git or a repository."""
-    try:
-        command = ["git", "-C", str(PROJECT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def plot(run_dirs: Sequence[str], output: str) -> None:
-    """Draw the losses and the metrics of one or several runs into one picture, a panel for each."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("plot needs matplotlib: pip install matplotlib") from None
-    curves: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
+    """Draw the numbers in the records of one or several runs into one picture, a panel for each name."""
+    from matplotlib.figure import Figure  # Takes a second to import.
+
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for run_dir in run_dirs:
-        for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
-            record = json.loads(line)
+        for record in map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines()):
             for name, value in record.items():
                 if isinstance(value, float):
-                    runs = curves.setdefault((record["event"], name), {})
+                    runs = curves.setdefault(f"{record['event']}: {name}", {})
                     runs.setdefault(run_dir, []).append((record["step"], value))
     figure = Figure(figsize=(8, 2.5 * len(curves)), layout="constrained")
-    panels = figure.subplots(len(curves), squeeze=False).flat
-    for axes, ((event, name), runs) in zip(panels, curves.items(), strict=True):
+    for axes, (name, runs) in zip(figure.subplots(len(curves), squeeze=False).flat, curves.items(), strict=True):
         for run_dir, points in runs.items():
             axes.plot(*zip(*points, strict=True), label=run_dir)
-        axes.set(xlabel="step", ylabel=f"{event}: {name}")
+        axes.set(xlabel="step", ylabel=name)
         axes.legend()
     figure.savefig(output)

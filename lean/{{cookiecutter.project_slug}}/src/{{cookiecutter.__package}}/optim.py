@@ -12,21 +12,16 @@ from .config import OptimConfig
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build a fused AdamW; matrices and kernels decay, biases and the weights of normalization layers do not."""
-    # A group holds tensors of one type, because one kernel cannot update sharded and whole tensors together.
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    # A group holds parameters of one type, because one kernel cannot update sharded and whole tensors together.
+    members: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
         if parameter.requires_grad:
-            groups[parameter.dim() > 1, type(parameter), parameter.device].append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
-            for (decays, *_), parameters in groups.items()
-        ],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+            members[parameter.dim() > 1, type(parameter)].append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+        for (decays, _), parameters in members.items()
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:

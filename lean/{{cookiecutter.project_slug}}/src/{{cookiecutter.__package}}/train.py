@@ -3,14 +3,12 @@
 import math
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import profile, schedule
-from torch.utils._pytree import tree_map
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from .config import Config, UserError
 from .distributed import Process, StopSignal, derive_seed, seed_everything
@@ -21,20 +19,16 @@ from .optim import build_optimizer, learning_rate
 from .parallel import Checkpointer
 
 
-def train(config: Config, process: Process) -> None:
-    """Train with the settings of ``config``, or resume from the newest checkpoint of ``run.dir``; a collective."""
-    Trainer(config, process).run()
-
-
 class Trainer:
-    """One run on one rank: its model, data, optimizer and progress."""
+    """One run on one rank: its model, data, optimizer and progress, resumed from the newest checkpoint if any."""
 
     def __init__(self, config: Config, process: Process) -> None:
         self.config, self.process, self.stop = config, process, StopSignal(process)
         self.task, self.parallel, train_set, test_set = build_experiment(config, process)
         batch, seed, dp_size = config.data.global_batch_size, config.run.seed, self.parallel.dp_size
+        self.local_batch_size = batch // dp_size
         self.sampler = TrainSampler(len(train_set), self.parallel.dp_rank, dp_size, batch, seed)
-        self.loader = build_loader(train_set, self.sampler, batch // dp_size, config.data, process.device, seed)
+        self.loader = build_loader(train_set, self.sampler, self.local_batch_size, config.data, process.device, seed)
         self.evaluator = Evaluator(self.task, self.parallel, test_set, config)
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
         self.total_steps = min(self.scheduled_steps, config.train.max_steps or self.scheduled_steps)
@@ -45,15 +39,14 @@ class Trainer:
         self.saved_step = self.progress.step
         self.logger = Logger(config, process, self.progress.step, self.total_steps, changes)
         self.recent: list[tuple[dict[str, Tensor], Tensor]] = []  # Losses and gradient norms since the last record.
-        self.is_first_step = True
-        self.clock = time.perf_counter()
+        self.is_first_step, self.clock = True, time.perf_counter()
 
     def run(self) -> None:
         """Train to the last step, or until a stop signal; the same command resumes from there."""
         progress, stopped = self.progress, False
         was_evaluated = self.process.on_main(lambda: progress.step in self.logger.evaluations)
         if progress.step and self.evaluates() and not was_evaluated:
-            self.evaluate()  # The run was ended between the checkpoint and the evaluation of this step.
+            self.evaluate()  # The run ended between the checkpoint and the evaluation of this step.
         with self.profiler() as profiler:
             while progress.step < self.total_steps and not stopped:
                 self.sampler.set_epoch(progress.epoch, start=progress.samples)
@@ -71,37 +64,37 @@ class Trainer:
 
     def step(self, inputs: Any, targets: Any) -> None:
         """Take one optimizer step with this rank's local batch, without waiting for the device."""
-        config, progress = self.config, self.progress
-        seed = derive_seed(config.run.seed, "step", progress.step, self.parallel.dp_rank)  # For dropout.
+        config, progress, parallel = self.config, self.progress, self.parallel
+        seed = derive_seed(config.run.seed, "step", progress.step, parallel.dp_rank)  # Of dropout, for example.
         seed_everything(seed, self.process.device)
         inputs, targets = self.task.prepare(inputs, targets)
-        losses = self.parallel.forward_backward(inputs, targets, self.mean_weight(targets))
+        losses = parallel.forward_backward(inputs, targets, self.mean_weight(targets))
         self.check_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(progress.step, self.scheduled_steps, config.optim)
-        self.parallel.scaler.unscale_(self.optimizer)
-        norm = self.parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
-        self.parallel.scaler.step(self.optimizer)
-        self.parallel.scaler.update()
+        parallel.scaler.unscale_(self.optimizer)
+        norm = parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
+        parallel.scaler.step(self.optimizer)
+        parallel.scaler.update()
         self.optimizer.zero_grad()
         self.recent.append((losses, norm))
         progress.step += 1
         progress.samples += config.data.global_batch_size
         if progress.samples == self.sampler.end:
             progress.epoch, progress.samples = progress.epoch + 1, 0
+        self.is_first_step = False
 
     def mean_weight(self, targets: Any) -> int | Tensor:
-        """Return what the losses of a local batch are divided by, on average over the ranks."""
-        weight, samples = self.task.weight(targets), self.config.data.global_batch_size // self.parallel.dp_size
+        """Return what the losses of a local batch are divided by: its weight, on average over the ranks."""
+        weight, samples = self.task.weight(targets), self.local_batch_size
         if isinstance(weight, Tensor):
             total = weight.detach().to(self.process.device, torch.float32, copy=True)
             dist.all_reduce(total)
             return total / self.process.world_size
-        no_targets = tree_map(lambda part: part[:0] if isinstance(part, Tensor) else part, targets)
-        if weight % samples or (self.is_first_step and self.task.weight(no_targets)):
+        if weight < samples or weight % samples:
             raise UserError(
                 f"Task.weight returns {weight} for {samples} samples; return a number only if it is proportional to "
-                "the number of samples, otherwise a tensor, which is summed over the ranks"
+                "the number of samples, otherwise a tensor, which is averaged over the ranks"
             )
         return weight
 
@@ -110,17 +103,14 @@ class Trainer:
         if self.is_first_step and not self.config.train.allow_unused:
             parameters = self.parallel.module.named_parameters()
             if unused := [name for name, p in parameters if p.requires_grad and p.grad is None]:
-                raise UserError(
-                    f"the loss does not depend on {', '.join(unused[:5])}; use or freeze these parameters, or set "
-                    "train.allow_unused"
-                )
-        self.is_first_step = False
+                names = ", ".join(unused[:5])
+                raise UserError(f"the loss does not depend on {names}; use or freeze them, or set train.allow_unused")
 
     def finish_step(self) -> bool:
         """Log, save and evaluate if due; returns whether all ranks are to stop."""
-        evaluates = self.evaluates()
-        saves = evaluates or is_due(self.progress.step, self.config.checkpoint.every_steps)
-        logs = saves or is_due(self.progress.step, self.config.train.log_every)
+        step, evaluates = self.progress.step, self.evaluates()
+        saves = evaluates or is_due(step, self.config.checkpoint.every_steps)
+        logs = saves or is_due(step, self.config.train.log_every)
         stopped = self.stop.agreed(must_check=logs)
         if logs or stopped:
             self.log()
@@ -128,7 +118,7 @@ class Trainer:
             self.save()  # Before the evaluation, which may take longer than a stop signal leaves.
         if evaluates and not stopped:
             self.evaluate()
-        if (saves or stopped) and self.process.is_main:
+        if (saves or stopped) and self.process.rank == 0:
             self.checkpointer.prune(self.logger.best_step(self.task.best_metric, self.task.higher_is_better))
         return stopped
 
@@ -137,53 +127,44 @@ class Trainer:
         return self.progress.step == self.total_steps or is_due(self.progress.step, self.config.train.eval_every)
 
     def log(self) -> None:
-        """Log the last step, and reject losses and gradients since the last record that are not finite.
-
-        Only here the loop waits for the device.
-        """
-        values = torch.stack([torch.stack([*losses.values()]) for losses, _ in self.recent])
-        dist.all_reduce(values)
-        norms = torch.stack([norm for _, norm in self.recent]).tolist()
-        names, losses = list(self.recent[0][0]), values.tolist()
-        seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
-        step, first = self.progress.step, self.progress.step - len(losses) + 1
-        scales = self.parallel.scaler.is_enabled() and self.parallel.scaler.get_scale() >= 1
-        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
-            # Under fp16, the scaler skips steps whose gradients overflow, and lowers its scale.
-            if not all(map(math.isfinite, loss if scales else [*loss, norm])):
-                raise UserError(
-                    f"step {number} has losses of {loss} and a gradient norm of {norm}; lower optim.lr or look at the "
-                    f"data, then resume from step {self.saved_step}"
-                )
+        """Log the last step, and reject what was not finite since the last record; only here the loop waits."""
+        names, norms = list(self.recent[0][0]), torch.stack([norm for _, norm in self.recent])
+        losses = torch.stack([torch.stack(list(each.values())) for each, _ in self.recent])
+        dist.all_reduce(losses)
+        step, scaler = self.progress.step, self.parallel.scaler
+        finite = losses.isfinite().all(dim=1)
+        if not scaler.is_enabled() or scaler.get_scale() < 1:  # Else fp16's scaler skips gradients that overflow.
+            finite &= norms.isfinite()
+        if not finite.all():
+            first = int(finite.int().argmin())
+            raise UserError(
+                f"step {step - len(norms) + 1 + first} has losses of {losses[first].tolist()} and a gradient norm of "
+                f"{norms[first]}; lower optim.lr or look at the data, then resume from step {self.saved_step}"
+            )
+        rate = self.config.data.global_batch_size * len(norms) / (time.perf_counter() - self.clock)
         record: dict[str, Any] = {"event": "train", "step": step, "epoch": self.progress.epoch}
-        record |= dict(zip(names, losses[-1], strict=True))
-        record |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": norms[-1]}
-        rate = self.config.data.global_batch_size * len(losses) / seconds
+        record |= dict(zip(names, losses[-1].tolist(), strict=True))
+        record |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": norms[-1].item()}
         self.logger.log(record | {"samples_per_second": rate} | self.task.throughput(rate))
-        self.recent = []
+        self.recent, self.clock = [], time.perf_counter()
 
     def evaluate(self) -> None:
         """Evaluate on the test set."""
-        record = self.evaluator(self.process)
-        self.logger.log({"event": "eval", "step": self.progress.step, "split": "test", **record})
+        metrics = self.evaluator(self.process)
+        self.logger.log({"event": "eval", "step": self.progress.step, "split": "test", **metrics})
         self.clock = time.perf_counter()
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless there is one."""
         if self.saved_step != self.progress.step:
             self.checkpointer.save(self.progress)
-            self.saved_step = self.progress.step
-            self.clock = time.perf_counter()
+            self.saved_step, self.clock = self.progress.step, time.perf_counter()
 
     def profiler(self) -> Any:
         """Return a profiler of five steps, or a context that does nothing."""
-        if not self.config.train.profile:
-            return nullcontext()
-        trace = str(Path(self.config.run.dir) / f"trace-{self.process.rank}.json")
-        return profile(
-            schedule=schedule(skip_first=10, wait=0, warmup=0, active=5, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(trace),
-        )
+        steps = schedule(skip_first=9, wait=0, warmup=1, active=5, repeat=1)
+        write = tensorboard_trace_handler(self.config.run.dir, worker_name=f"rank{self.process.rank}")
+        return profile(schedule=steps, on_trace_ready=write) if self.config.train.profile else nullcontext()
 
 
 def is_due(step: int, every: int | None) -> bool:

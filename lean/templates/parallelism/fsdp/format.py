@@ -1,0 +1,1 @@
+    #:: include "parallelism/shared/format.py" ::#

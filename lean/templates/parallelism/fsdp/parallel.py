@@ -1,0 +1,99 @@
+"""Fully sharded data parallel: every rank holds a shard of each block and reads its local batch.
+
+Before a block runs, its weights are gathered from all ranks; afterwards, they are freed. Its gradients are averaged and
+scattered, so that each rank gets those of its own shard and updates only that shard.
+"""
+
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from .config import Config, UserError
+from .distributed import Process
+from .model import build_model
+from .sharded import Checkpointer as Checkpointer
+from .task import Task
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Parallel:
+    """The model under FSDP2. Every strategy has these methods and attributes; the loop uses nothing else.
+
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Scales the loss under fp16; otherwise it does nothing.
+    """
+
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+        self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.train.precision == "fp16")
+        layout, blocks, seen = config.parallel, list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
+        # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.train.precision], reduce_dtype=torch.float32)
+        shape = (layout.replicas, self.dp_size // layout.replicas)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        shard = partial(fully_shard, mesh=mesh if layout.replicas > 1 else mesh["shard"], mp_policy=policy)
+
+        def wrap(block: nn.Module) -> nn.Module:
+            refuse_shared(block, seen)
+            if layout.sync_batch_norm:
+                block = nn.SyncBatchNorm.convert_sync_batchnorm(block)
+            blocks.append(prepare_block(block, config))
+            shard(block, reshard_after_forward=layout.reshard_after_forward)
+            return block
+
+        self.module = build_model(config.model, wrap)
+        for block in blocks:  # Once more, because the model may have shared parameters after blocks were sharded.
+            refuse_shared(block, seen)
+        self.fsdp = shard(self.module)
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
+
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
+        """
+        totals: dict[str, Tensor] = {}
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        for number, (inputs, targets) in enumerate(microbatches, start=1):
+            # Gradients are scattered after each micro-batch: waiting for the last would keep whole ones on each rank.
+            # Replicas average theirs once, after the last.
+            self.fsdp.set_requires_all_reduce(number == self.microbatches)
+            losses = self.task.losses(self.module(inputs), targets)
+            # FSDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
+            self.scaler.scale(losses["loss"] / weight).backward()
+            for name, loss in losses.items():
+                totals[name] = totals.get(name, 0) + loss.detach() / weight / self.dp_size
+        return totals
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        return self.module(inputs)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+#:: include "parallelism/shared/state.py" ::#
+
+
+#:: include "parallelism/shared/ties.py" ::#
+
+
+#:: include "parallelism/shared/blocks.py" ::#

@@ -1,0 +1,13 @@
+@dataclass
+class ParallelConfig:
+    """Model parallelism: the blocks of one model on several devices of one process."""
+
+    devices: int = 2
+    """Devices per rank, k: local rank r uses devices r*k to r*k+k-1. On a CPU, the CPU stands in for all of them."""
+
+    def dp_size(self, world_size: int) -> int:
+        """Return the number of local batches that the global batch is split into: one per rank."""
+        return world_size
+
+    def check(self, config: "Config", world_size: int) -> None:
+        """Accept any number of ranks."""

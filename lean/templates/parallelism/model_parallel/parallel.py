@@ -1,0 +1,121 @@
+"""Model parallelism: the blocks of one model are on several devices of one process, which a batch visits in turn.
+
+Each rank has its own devices and holds a copy of the model. The ranks read local batches, and DDP averages their
+gradients while backward runs.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from .checkpoint import Checkpointer as Checkpointer
+from .config import Config, UserError
+from .distributed import Process
+from .loader import to_device
+from .model import build_model
+from .task import Task
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Parallel:
+    """The model on this rank's devices. Every strategy has these methods and attributes; the loop uses nothing else.
+
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Scales the loss under fp16; otherwise it does nothing.
+    """
+
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+        self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
+        precision, kind = config.train.precision, self.device.type
+        self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
+        self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
+        self.main_group, seen = process.main_group, WeakValueDictionary[int, nn.Parameter]()
+        self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config))
+        blocks = list(self.module.children())
+        for number, block in enumerate(blocks):
+            refuse_shared(block, seen)
+            place(block, choose_device(self.device, number * config.parallel.devices // len(blocks)))
+        self.ddp = DistributedDataParallel(
+            self.module,
+            device_ids=None,  # The parameters are on their devices already.
+            forward_sync_buffers=False,  # average_buffers does that before they are used.
+            gradient_as_bucket_view=True,
+            find_unused_parameters=config.train.allow_unused,
+        )
+        self.arrange_buckets()
+
+#:: include "parallelism/shared/buckets.py" ::#
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
+
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
+        """
+        totals: dict[str, Tensor] = {}
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        for number, (inputs, targets) in enumerate(microbatches, start=1):
+            # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
+            with self.ddp.no_sync() if number < self.microbatches else nullcontext():
+                with self.autocast():
+                    outputs = self.ddp(inputs)
+                    losses = self.task.losses(outputs, to_device(targets, outputs.device))
+                # DDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
+                self.scaler.scale(losses["loss"] / weight).backward()
+            for name, loss in losses.items():
+                totals[name] = totals.get(name, 0) + loss.detach().to(self.device) / weight / self.dp_size
+        return totals
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        with self.autocast():
+            return self.module(inputs).to(self.device)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+#:: include "parallelism/shared/gather.py" ::#
+
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
+        content = [model, state]  # Not tensor by tensor, which would have to be on one device.
+        dist.broadcast_object_list(content, src=0, group=self.main_group)
+        dsd.set_model_state_dict(self.module, content[0])
+        if optimizer:
+            groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]  # Those of the settings.
+            dsd.set_optimizer_state_dict(self.module, optimizer, {"state": content[1] or {}, "param_groups": groups})
+
+
+def choose_device(first: torch.device, index: int) -> torch.device:
+    """Return the device that is ``index`` after a rank's ``first`` one; a CPU stands in for all of them."""
+    if first.index is None:
+        return first
+    # Ranks may share devices.
+    return torch.device(first.type, (first.index + index) % torch.accelerator.device_count())
+
+
+def place(block: nn.Module, device: torch.device) -> None:
+    """Move a block to a device, and make it move its inputs there."""
+    block.to(device).register_forward_pre_hook(lambda _, inputs: to_device(inputs, device))
+
+
+#:: include "parallelism/shared/ties.py" ::#
+
+
+#:: include "parallelism/shared/blocks.py" ::#

@@ -1,0 +1,251 @@
+"""Pipeline parallelism: every rank holds consecutive blocks of the model, and micro-batches pass from rank to rank.
+
+While a stage works on one micro-batch, other stages work on others. The schedule is the order in which a rank runs the
+forwards (F) and backwards (B) of its micro-batches. 1F1B with 2 ranks and 4 micro-batches:
+
+    rank 0, stage 0   F0 F1 .. .. B0--- F2 B1--- F3 B2--- .. B3--- | clip, optimizer step       time -->
+                        \\         /        activations go down, their gradients up
+    rank 1, stage 1   .. F0 B0--- F1 B1--- F2 B2--- F3 B3--- .. .. | clip, optimizer step
+
+With several pipelines, each reads a local batch, and ranks with the same stages average their gradients.
+"""
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from .checkpoint import Checkpointer as Checkpointer
+from .config import Config, UserError
+from .distributed import Process, seed_everything
+from .model import build_model
+from .stages import Stage, assign_stages, outline_stages
+from .task import Task
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Parallel:
+    """This rank's stages of the model. Every strategy has these methods and attributes; the loop uses nothing else.
+
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Does nothing here; under other strategies, it scales the loss under fp16.
+    """
+
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.process, self.device = task, process, process.device
+        self.config, self.microbatches = config.parallel, config.train.microbatches
+        precision, kind = config.train.precision, self.device.type
+        self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
+        self.scaler = torch.amp.GradScaler(kind, enabled=False)
+        self.dp_size = config.parallel.replicas
+        # Ranks with the same stages are neighbors: averaging gradients sends more bytes than passing activations.
+        self.position, self.dp_rank = divmod(process.rank, self.dp_size)
+        ranks = torch.arange(process.world_size).view(-1, self.dp_size)
+        timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        self.group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+        self.dp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+
+        self.owners = assign_stages(config.parallel, len(ranks))  # Of each stage, by their position in a pipeline.
+        stages, self.places = outline_stages(config.model, len(self.owners))
+        self.last = len(self.owners) - 1
+        seed_everything(config.run.seed)  # The outline may have drawn random numbers.
+        numbers = iter(stages)
+
+        def wrap(block: nn.Module) -> nn.Module:
+            is_own = self.owners[next(numbers)] == self.position
+            return prepare_block(block.to(self.device), config) if is_own else block.to("meta")
+
+        self.module, self.stages = nn.Sequential(), dict[int, Stage]()
+        model = build_model(config.model, wrap)
+        for stage, (name, block) in zip(stages, model.named_children(), strict=True):
+            if self.owners[stage] == self.position:
+                self.module.add_module(name, block)
+                self.stages.setdefault(stage, Stage(self.autocast, stage == self.last)).blocks.append(block)
+        # By the shapes of a pipeline's inputs: what each of this rank's stages gets and passes on, on the meta device.
+        self.forms: dict[Any, dict[int, Tensor]] = {}
+        self.shapes: Any = None  # Of the micro-batches that the schedule is for.
+        self.schedule: Any = None
+        self.names: list[str] = []  # Of the losses.
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch.
+
+        Args:
+            inputs, targets: The local batch of this rank's pipeline, on its device.
+            weight: What the losses of a local batch are divided by, on average over the ranks.
+
+        Returns:
+            The losses by name: detached scalars on the device, whose sum over ranks is the mean over the global batch.
+        """
+        batches = split_batch((inputs, targets), self.microbatches)
+        self.prepare_schedule(batches[0][0])
+        self.targets, self.weight = [targets for _, targets in batches], weight
+        self.totals: dict[str, Tensor] = {}
+        if 0 in self.stages:
+            self.stages[0].inputs = [inputs for inputs, _ in batches]
+        # A schedule splits only tensors, so it gets the numbers of the micro-batches instead of inputs and targets.
+        numbers = torch.arange(self.microbatches)
+        self.schedule.step(
+            *[numbers] * (0 in self.stages), target=numbers if self.last in self.stages else None, return_outputs=False
+        )
+        self.average_gradients()
+        self.names = self.names or next(filter(None, self.process.all_gather(list(self.totals))))
+        zero = torch.zeros((), device=self.device)
+        return {name: self.totals.get(name, zero) for name in self.names}
+
+    def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
+        """Return a micro-batch's part of the mean loss; the schedule calls it right after the last stage."""
+        with self.autocast():
+            losses = self.task.losses(self.stages[self.last].outputs, self.targets[int(number)])
+        for name, loss in losses.items():
+            self.totals[name] = self.totals.get(name, 0) + loss.detach() / self.weight / self.dp_size
+        return losses["loss"] / self.weight
+
+    def prepare_schedule(self, inputs: Any) -> None:
+        """Prepare the schedule for micro-batches of this shape; a collective."""
+        shapes = shapes_of(inputs)
+        if shapes == self.shapes:
+            return
+        if shapes not in self.forms:
+            # A forward in eval mode, which does not change BatchNorm's statistics.
+            self.module.eval()
+            devices = [] if self.device.type == "cpu" else [self.device]
+            with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
+                self.predict(inputs)
+            self.module.train()
+        forms, count, group = self.forms[shapes], len(self.owners), self.group
+        stages = [
+            PipelineStage(stage, i, count, self.device, forms[i], forms[i + 1], group=group)
+            for i, stage in self.stages.items()
+        ]
+        kind: Any = get_schedule_class(self.config.schedule)
+        own = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        self.schedule = kind(own, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
+        self.shapes = shapes
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients over the pipelines, in one message per block."""
+        for block in self.module.children() if self.dp_size > 1 else ():
+            parameters = [p for p in block.parameters() if p.requires_grad]
+            if not parameters:
+                continue
+            # What no sample of this pipeline used counts as zero, and has no gradient if none of the others used it.
+            is_used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=self.device)
+            parts = [*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters), is_used]
+            message = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(message, group=self.dp_group)
+            *sums, users = message.split([part.numel() for part in parts])
+            for p, part, total, count in zip(parameters, parts, sums, users, strict=False):
+                if p.grad is not None or count > 0:  # Only the latter waits for the device.
+                    p.grad = part.copy_(total.view_as(part) / self.dp_size)
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        number, x = torch.empty(1, dtype=torch.int64, device="meta"), inputs
+        forms = self.forms.setdefault(shapes_of(inputs), {0: number, len(self.owners): number})
+        for index, stage in self.stages.items():
+            if index > 0:
+                x = self.receive(x, index, forms)
+            with self.autocast():
+                x = stage.blocks(x)
+            if index < self.last:
+                self.send(x, index + 1, forms)
+        return x if self.last in self.stages else None
+
+    def send(self, x: Any, index: int, forms: dict[int, Tensor]) -> None:
+        """Send the inputs of a stage to its rank, the first time with their shape."""
+        if not isinstance(x, Tensor):
+            raise UserError(f"a block returns a {type(x).__name__}; a pipeline passes one tensor from block to block")
+        is_known, rank = index in forms, self.owners[index]
+        forms[index] = torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=True)
+        if rank != self.position:
+            if not is_known:
+                dist.send_object_list([forms[index]], group=self.group, group_dst=rank)
+            dist.send(x.contiguous(), group=self.group, group_dst=rank)
+
+    def receive(self, x: Any, index: int, forms: dict[int, Tensor]) -> Any:
+        """Return the inputs of a stage: what its predecessor sends, or ``x`` if that is on the same rank."""
+        rank = self.owners[index - 1]
+        if rank == self.position:
+            return x
+        if index not in forms:
+            message: list[Any] = [None]
+            dist.recv_object_list(message, group=self.group, group_src=rank)
+            forms[index] = message[0]
+        received = torch.empty(forms[index].shape, dtype=forms[index].dtype, device=self.device)
+        dist.recv(received, group=self.group, group_src=rank)
+        return received
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        squared = nn.utils.get_total_norm(gradients).to(self.device).square()  # On the CPU if there are no gradients.
+        dist.all_reduce(squared, group=self.group)
+        norm = squared.sqrt()
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
+        return norm
+
+    def average_buffers(self) -> None:
+        """Average BatchNorm's running statistics over the pipelines, which have seen other samples."""
+        for layer in self.module.modules():
+            if isinstance(layer, BATCH_NORMS):
+                for statistics in (layer.running_mean, layer.running_var):
+                    if statistics is not None:
+                        dist.all_reduce(statistics, group=self.dp_group)
+                        statistics /= self.dp_size
+
+    def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
+        """Return the weights of the whole model, and the optimizer's state of each parameter, on rank 0's CPU."""
+        names, group = self.parameter_names(optimizer), self.process.cpu_group
+        state = {names[index]: values for index, values in optimizer.state_dict()["state"].items()}
+        model, state = tree_map_only(Tensor, Tensor.cpu, (dict(self.module.state_dict()), state))
+        for name, stage in self.places.items():
+            source = self.owners[stage] * self.dp_size  # In the first pipeline; all hold the same.
+            entry = [model.pop(name, None), state.pop(name, None)]
+            if self.process.rank == source > 0:
+                dist.send_object_list(entry, 0, group)
+            elif source > self.process.rank == 0:
+                dist.recv_object_list(entry, source, group)
+            model[name], state[name] = entry
+        return model, {name: values for name, values in state.items() if values}
+
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
+        own: dict[str, Any] = {}
+        own_state: dict[str, Any] = {}
+        for name in self.process.on_main(lambda: [*model]):
+            entry = [model.get(name), (state or {}).get(name)]
+            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
+            # load_state_dict rejects a name that is in no stage.
+            if name not in self.places or self.owners[self.places[name]] == self.position:
+                own[name], own_state[name] = entry
+        self.module.load_state_dict(own)
+        if optimizer:
+            names = self.parameter_names(optimizer)
+            saved = {index: own_state[name] for index, name in enumerate(names) if own_state[name]}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": saved})
+
+    def parameter_names(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of an optimizer's parameters, in the order in which its state numbers them."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def shapes_of(inputs: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of all tensors in inputs of any nesting."""
+    return tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+
+#:: include "parallelism/shared/blocks.py" ::#

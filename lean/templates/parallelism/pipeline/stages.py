@@ -1,0 +1,86 @@
+"""The stages of a pipeline: consecutive blocks of the model, and the rank that holds each stage.
+
+2 ranks, 2 stages per rank, 8 blocks           most schedules              ZBVZeroBubble, DualPipeV: a V
+    blocks   0 1 | 2 3 | 4 5 | 6 7             rank 0: stages 0 and 2      rank 0: stages 0 and 3
+    stage      0     1     2     3             rank 1: stages 1 and 3      rank 1: stages 1 and 2
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .config import ModelConfig, ParallelConfig, UserError
+from .model import build_model
+
+
+# It prints the whole schedule if a stage fails.
+logging.getLogger("torch.distributed.pipelining.schedules").disabled = True
+
+
+class Stage(nn.Module):
+    """Consecutive blocks, as a schedule runs them: with one tensor between two stages.
+
+    Attributes:
+        inputs: The inputs of all micro-batches, in the first stage, which gets only their numbers.
+        outputs: The outputs of the last micro-batch, in the last stage.
+    """
+
+    def __init__(self, autocast: Callable[[], torch.autocast], is_last: bool) -> None:
+        super().__init__()
+        self.blocks, self.autocast, self.is_last = nn.Sequential(), autocast, is_last
+        self.inputs: list[Any] = []
+        self.outputs: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inputs:
+            x = self.inputs[int(x)]
+        else:
+            x = x.view_as(x)
+            x.register_hook(Tensor.contiguous)  # Some schedules send the gradient as it is.
+        with self.autocast():
+            x = self.blocks(x)
+        if self.is_last:
+            self.outputs, (x, *_) = x, tree_leaves(x)
+            return x
+        return x.clone(memory_format=torch.contiguous_format)  # Some schedules cannot detach a view.
+
+
+def assign_stages(config: ParallelConfig, ranks: int) -> list[int]:
+    """Return which of a pipeline's ranks holds each stage: round and round, or back and forth."""
+    there = list(range(ranks))
+    back = there[::-1] if config.schedule in ("ZBVZeroBubble", "DualPipeV") else there
+    return [rank for lap in range(config.stages_per_rank) for rank in (back if lap % 2 else there)]
+
+
+def outline_stages(config: ModelConfig, count: int) -> tuple[list[int], dict[str, int]]:
+    """Divide the model into ``count`` stages of about as many blocks; it is built, but without its values.
+
+    Returns:
+        The stage of each block, and the stage of each parameter and buffer by its name.
+    """
+    wrapped: list[nn.Module] = []
+
+    def wrap(block: nn.Module) -> nn.Module:
+        wrapped.append(block)
+        return block
+
+    with torch.device("meta"):
+        model: Any = build_model(config, wrap)
+    if type(model) is not nn.Sequential or [*model] != wrapped:
+        raise UserError("a pipeline splits a sequence: build_model has to return an nn.Sequential of what it wraps")
+    if count > len(model):
+        raise UserError(f"the model has {len(model)} blocks, too few for {count} stages; start fewer ranks")
+    stages = [number * count // len(model) for number in range(len(model))]
+    places: dict[str, int] = {}
+    users: dict[nn.Parameter, str] = {}
+    for (label, block), stage in zip(model.named_children(), stages, strict=True):
+        places |= dict.fromkeys(block.state_dict(prefix=f"{label}."), stage)
+        for name, parameter in block.named_parameters(label):
+            other = users.setdefault(parameter, name)
+            if places[other] != stage:
+                raise UserError(f"{name} is also {other}, in another stage of the pipeline; untie them or start fewer ranks")
+    return stages, places

@@ -1,0 +1,4 @@
+RANKS = 2
+SPLITS = [(2, []), (4, []), (4, ["--parallel.replicas", "2", "--train.microbatches", "2"])]
+EVALUATES_ON = [1, 2, 4]
+MORE_RANKS = 4

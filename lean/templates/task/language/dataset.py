@@ -1,0 +1,68 @@
+"""The data: windows of a text, read as bytes.
+
+With a context of 5:
+
+    text       "def main(): ..."
+    sample 0   inputs "def m"    targets "ef ma"
+    sample 1   inputs "ain()"    targets "in():"
+"""
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from .config import Config, DatasetConfig, UserError
+
+# Makes a batch, a pair (inputs, targets), of a list of samples.
+collate_fn = default_collate
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive windows of a text as ``(bytes, the byte after each)``, both int64 of shape (context,).
+
+    Args:
+        split: ``train`` or ``test`` (the last ``dataset.test_bytes`` of the text).
+        config: The settings.
+    """
+
+    def __init__(self, split: str, config: Config) -> None:
+        self.arguments, self.context = (split, config), config.model.context
+        text = read_text(config.dataset)
+        middle = max(0, len(text) - config.dataset.test_bytes)
+        self.text = text[:middle] if split == "train" else text[middle:]
+        if len(self) < 1:
+            raise UserError(
+                f"the {split} split has {len(self.text)} of the {len(text)} bytes of dataset.path, fewer than a sample "
+                f"needs, {self.context + 1}; change dataset.test_bytes or model.context, or give a longer text"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Windows, self.arguments  # A loader process reads the text itself.
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return window ``index``."""
+        start = index * self.context
+        window = torch.from_numpy(self.text[start : start + self.context + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+def build_datasets(config: Config) -> tuple[Windows, Windows]:
+    """Return the training set and the test set."""
+    return Windows("train", config), Windows("test", config)
+
+
+def read_text(config: DatasetConfig) -> np.ndarray:
+    """Return the bytes of the text; a file is memory-mapped, so that all processes share its pages."""
+    if config.path is not None:
+        return np.memmap(config.path, np.uint8, mode="r")[: config.max_bytes]
+    # By the end of their names, so that both splits have files of all kinds.
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.name[::-1])
+    return np.frombuffer(b"".join(path.read_bytes() for path in files)[: config.max_bytes], np.uint8)

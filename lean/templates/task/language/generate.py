@@ -1,0 +1,47 @@
+"""Text that a model writes: it continues a prompt, byte by byte."""
+
+import torch
+from torch import Tensor
+
+from .config import Config
+from .distributed import Process
+from .evaluate import load_experiment
+
+
+def generate(
+    path: str, prompt: str, length: int, temperature: float, config: Config, given: set[str], process: Process
+) -> None:
+    """Print a prompt and its continuation by the model of a checkpoint; a collective.
+
+    The text depends on the checkpoint, the prompt, the temperature and ``run.seed``, but not on the number of ranks.
+
+    Args:
+        path: The checkpoint.
+        prompt: The text to continue; an empty one stands for a line break.
+        length: Bytes to generate.
+        temperature: Below 1, likely bytes become more likely; 0 picks the most likely one.
+        config, given, process: As for ``load_experiment``.
+    """
+    _, parallel, _, _ = load_experiment(path, config, given, process)
+    parallel.module.eval()
+    generator = torch.Generator().manual_seed(config.run.seed)
+    text, context = list(prompt.encode() or b"\n"), config.model.context
+    for _ in range(length):
+        window = text[-context:]
+        # The zeros after the text do not change what the model predicts before them; all inputs have the same shape.
+        inputs = torch.tensor([window + [0] * (context - len(window))], device=parallel.device)
+        with torch.no_grad():
+            outputs = parallel.predict(inputs)
+        byte = None if outputs is None else choose(outputs[0, len(window) - 1], temperature, generator)
+        # Rank 0 may lack the outputs, and ranks that have them may differ by rounding.
+        text.append(next(byte for byte in process.all_gather(byte) if byte is not None))
+    if process.rank == 0:
+        print(bytes(text).decode(errors="replace"))
+
+
+def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Draw the next byte from logits of shape (256,)."""
+    logits = logits.double().cpu()
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(dim=0), 1, generator=generator))

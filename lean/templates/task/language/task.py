@@ -1,0 +1,92 @@
+"""What is learned and measured: the losses, what they are a mean over, and the metrics."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from .config import Config
+from .model import build_model
+
+# 10^12 operations per second without sparsity, from NVIDIA's data sheets: in fp32, TF32, and bf16 or fp16.
+PEAKS = {
+    "NVIDIA A100-SXM4-80GB": (19.5, 156.0, 312.0),
+    "NVIDIA L40S": (91.6, 183.0, 362.0),
+    "NVIDIA H100 80GB HBM3": (66.9, 494.7, 989.4),
+    "NVIDIA H200": (66.9, 494.7, 989.4),
+}
+
+
+class Task:
+    """The losses and metrics of an experiment; each rank builds one, and so does the plain loop of the tests."""
+
+    best_metric, higher_is_better = "bits_per_byte", False  # They select the best checkpoint.
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        """Load what the losses need, such as a frozen teacher in eval mode on ``device``."""
+        self.context, self.operations = config.model.context, count_operations(config)
+        self.peak = find_peak(config, device)
+
+    def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return a local batch with what is computed once for it, such as a teacher's outputs, without gradients."""
+        return inputs, targets
+
+    def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return sums over the samples of a micro-batch, by name; ``loss`` is minimized, and all are logged.
+
+        Here, outputs are logits of shape (batch, time, 256), and targets bytes of shape (batch, time).
+        """
+        return {"loss": F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")}
+
+    def weight(self, targets: Any) -> int | Tensor:
+        """Return what the losses of a local batch are divided by for their mean: here, its number of bytes.
+
+        Return a tensor if local batches may differ in it, as in their number of tokens that are not padding.
+        """
+        return targets.numel()
+
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return the metrics of each sample of a batch, by name: tensors whose first dimension is the batch."""
+        losses = F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="none")
+        return {"loss": losses.view_as(targets).mean(dim=1)}
+
+    def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return the metrics of a split, from those of its samples in the dataset's order: here, ``loss`` is the mean
+        cross-entropy in nats per byte, ``bits_per_byte`` the same in bits, and ``perplexity`` its exponential."""
+        loss = metrics["loss"].mean(dtype=np.float64)
+        return {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": np.exp(loss)}
+
+    def throughput(self, samples_per_second: float) -> dict[str, float]:
+        """Return what a record of training also has to say about its speed.
+
+        ``mfu`` (model FLOPs utilization) is the share of the devices' peak that the model's operations take.
+        """
+        tokens = samples_per_second * self.context
+        if self.peak is None:
+            return {"tokens_per_second": tokens}
+        return {"tokens_per_second": tokens, "mfu": tokens * self.operations / dist.get_world_size() / self.peak}
+
+
+def count_operations(config: Config) -> int:
+    """Return the operations of forward and backward per token (Chowdhery et al. 2022, PaLM, appendix B).
+
+    Embeddings are looked up, so their parameters do not count.
+    """
+    model = config.model
+    with torch.device("meta"):
+        parameters = {name: p.numel() for name, p in build_model(model).named_parameters()}
+    multiplied = sum(count for name, count in parameters.items() if not name.startswith("embedding"))
+    return 6 * multiplied + 12 * model.layers * model.width * model.context
+
+
+def find_peak(config: Config, device: torch.device) -> float | None:
+    """Return the operations per second that a rank's devices could do, or None if they are not in ``PEAKS``."""
+    peaks = PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peaks is None:
+        return None
+    column = 2 if config.train.precision != "fp32" else 0 if config.train.exact else 1
+    return 1e12 * peaks[column] * getattr(config.parallel, "devices", 1)

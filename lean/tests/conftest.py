@@ -1,0 +1,138 @@
+"""Shared by all tests: the questions, projects rendered from checked answers, and commands run in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from cookiecutter.main import cookiecutter
+from xdist.scheduler import LoadScopeScheduling
+
+TEMPLATE = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+CONTEXT: dict[str, Any] = json.loads((TEMPLATE / "cookiecutter.json").read_text())
+QUESTIONS = [name for name in CONTEXT if not name.startswith("_")]
+CHOICES: dict[str, list[Any]] = {
+    name: [False, True] if isinstance(CONTEXT[name], bool) else CONTEXT[name]
+    for name in QUESTIONS
+    if isinstance(CONTEXT[name], list | bool)
+}
+Bake = Callable[..., Path]
+# Each test of these files has its own runs; those of another file share some, and stay on one worker.
+INDEPENDENT = ("test_parity.py",)
+
+
+class ByFile(LoadScopeScheduling):
+    """Runs the tests of a file on one worker: with pytest 9, xdist's own options for that have no effect."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return nodeid if file.endswith(INDEPENDENT) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hide the user's cookiecutter settings, and the environment of a launcher or of make, from rendered projects."""
+    folder = tmp_path_factory.mktemp("cookiecutter")
+    (folder / "config.yaml").write_text(f"cookiecutters_dir: {folder}/templates\nreplay_dir: {folder}/replay\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COOKIECUTTER_CONFIG", str(folder / "config.yaml"))
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"):
+            patch.delenv(name, raising=False)
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # Else every process would compile the project again.
+        patch.setenv("OMP_NUM_THREADS", "1")  # Tests run in parallel.
+        patch.setenv("PYTHON", sys.executable)  # What a project's scripts start.
+        yield
+
+
+def render(folder: Path, **answers: Any) -> Path:
+    """Render a project, with hooks, into a folder; rejects unknown questions and values, which cookiecutter ignores."""
+    for name, value in answers.items():
+        assert name in QUESTIONS, f"no question {name}"
+        assert name not in CHOICES or value in CHOICES[name], f"{name} does not offer {value}"
+    return Path(cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(folder)))
+
+
+@pytest.fixture
+def bake(tmp_path: Path) -> Bake:
+    """A function that renders a new project from the answers that differ from the defaults."""
+    return lambda folder="out", **answers: render(tmp_path / folder, **answers)
+
+
+@pytest.fixture(scope="module")
+def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
+    """A function that renders each combination of answers once per file of tests; runs leave files in the project."""
+    projects: dict[str, Path] = {}
+
+    def render_once(**answers: Any) -> Path:
+        key = json.dumps(answers, sort_keys=True)
+        if key not in projects:
+            projects[key] = render(tmp_path_factory.mktemp("baked"), **answers)
+        return projects[key]
+
+    return render_once
+
+
+def read_tree(project: Path) -> dict[str, bytes]:
+    """Return the content of every file of a project, by its path."""
+    return {str(p.relative_to(project)): p.read_bytes() for p in sorted(project.rglob("*")) if p.is_file()}
+
+
+@contextmanager
+def started(*words: str | Path, cwd: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a command, and kill what is left of it, in whatever process group, after the ``with`` block."""
+    mark = f"MARK={uuid4().hex}"
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | dict([mark.split("=")]) | environment
+    with subprocess.Popen([str(word) for word in words], cwd=cwd, env=environment, **pipes) as process:
+        try:
+            yield process
+        finally:
+            for pid in find_processes(mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, SIGKILL)
+
+
+def run(*words: str | Path, cwd: Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command until all that holds its output has ended, and check its exit code."""
+    with started(*words, cwd=cwd, **environment) as process:
+        out, err = process.communicate(timeout=900)
+    assert process.returncode == code, f"{words}: exit code {process.returncode}\n{out}\n{err}"
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command of a project on some ranks, with its own launcher."""
+    return run(project / "scripts" / "launch.sh", *words, cwd=project, NPROC=str(nproc), **options)
+
+
+def find_processes(variable: str) -> list[int]:
+    """Return the processes whose environment has a variable (``NAME=value``), which child processes inherit."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # The process has ended.
+            if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    """Wait until a condition is true; fail after a time that no machine should need."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"after {seconds} s, still not: {what}"
+        time.sleep(0.01)
