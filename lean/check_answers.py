@@ -1,11 +1,12 @@
 """What stands between the answers and the rendered project: checks, the default slug, and the facts of each choice.
 
-cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. It rejects an
-answer that cannot work before anything is written, with the reason and a command that works.
+cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. It rejects
+an answer that cannot work before anything is written, with the reason and a command that works.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import keyword
 import re
@@ -19,7 +20,6 @@ from jinja2.ext import Extension
 from slugify import slugify
 
 HERE = Path(__file__).parent
-CHOICES = HERE / "templates"  # <question>/<choice>/
 EXAMPLE, SLUG_LIMIT = "my-experiment", 60
 # These change the order in which the text around a name is displayed.
 BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -68,14 +68,16 @@ def fact(context, name):
 
 def read_facts(answers):
     """Yield the facts that each choice states."""
-    for question in sorted({folder.name for folder in CHOICES.iterdir()} & answers.keys()):
-        path = CHOICES / question / str(answers[question]) / "facts.json"
-        yield read_json(path) if path.exists() else {}
+    for question, values in read_json("cookiecutter.json").items():
+        if isinstance(values, list) and not question.startswith("_"):
+            yield read_json(f"templates/{question}/{answers[question]}/facts.json")
 
 
+@functools.cache
 def read_json(path):
-    """Return the content of a file of the template."""
-    return json.loads((HERE / path).read_text(encoding="utf-8"))
+    """Return the content of a file of the template; empty if there is none."""
+    file = HERE / path
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def quoted(text):

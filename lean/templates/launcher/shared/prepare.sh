@@ -7,7 +7,7 @@ mistake() { echo "error: $1" >&2 && exit 2; }
 "$python" -c 'from importlib.metadata import version as v; v("torch"), v("jsonargparse")' 2>/dev/null ||
     mistake "$python lacks this project's packages; run 'make setup' first, or set PYTHON"
 
-case " $* " in *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "*) exec "$python" -m {{ cookiecutter.__package }} "$@" ;; esac
+case " $* " in *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " estimate "*) exec "$python" -m {{ cookiecutter.__package }} "$@" ;; esac
 gpus="${CUDA_VISIBLE_DEVICES-$(cd /dev && ls -d nvidia[0-9]* 2>/dev/null || true)}"
 gpus=$(wc -w <<<"${gpus//,/ }")
 nproc="${NPROC:-{{ fact("nproc") or "$((gpus ? gpus : 2))" }}}" nodes="${NODES:-1}" number='[1-9][0-9]{0,4}'

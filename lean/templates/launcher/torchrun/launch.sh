@@ -8,7 +8,7 @@ export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 python="${PYTHON:-$root/.venv/bin/python}"
 [[ -x "$python" ]] || python="${PYTHON:-python3}"
 
-case " $* " in *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "*) exec "$python" -m {{ cookiecutter.__package }} "$@" ;; esac
+case " $* " in *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " estimate "*) exec "$python" -m {{ cookiecutter.__package }} "$@" ;; esac
 gpus="${CUDA_VISIBLE_DEVICES-$(cd /dev && ls -d nvidia[0-9]* 2>/dev/null || true)}"
 gpus=$(wc -w <<<"${gpus//,/ }")
 nproc="${NPROC:-{{ fact("nproc") or "$((gpus ? gpus : 2))" }}}" nodes="${NODES:-1}"

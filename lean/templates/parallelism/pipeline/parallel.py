@@ -1,10 +1,8 @@
 """Pipeline parallelism: every rank holds consecutive blocks of the model, and micro-batches pass from rank to rank.
 
-While a stage works on one micro-batch, other stages work on others. The schedule is the order in which a rank runs the
-forwards (F) and backwards (B) of its micro-batches. 1F1B with 2 ranks and 4 micro-batches:
+A schedule is the order of a rank's forwards (F) and backwards (B). 1F1B with 2 ranks and 4 micro-batches:
 
     rank 0, stage 0   F0 F1 .. .. B0--- F2 B1--- F3 B2--- .. B3--- | clip, optimizer step       time -->
-                        \\         /        activations go down, their gradients up
     rank 1, stage 1   .. F0 B0--- F1 B1--- F2 B2--- F3 B3--- .. .. | clip, optimizer step
 
 With several pipelines, each reads a local batch, and ranks with the same stages average their gradients.
@@ -12,7 +10,7 @@ With several pipelines, each reads a local batch, and ranks with the same stages
 
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,21 +42,28 @@ class Parallel:
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
         self.task, self.process, self.device = task, process, process.device
-        self.config, self.microbatches = config.parallel, config.train.microbatches
+        self.config, self.microbatches, self.dp_size = config.parallel, config.train.microbatches, config.parallel.replicas
         precision, kind = config.train.precision, self.device.type
         self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
         self.scaler = torch.amp.GradScaler(kind, enabled=False)
-        self.dp_size = config.parallel.replicas
         # Ranks with the same stages are neighbors: averaging gradients sends more bytes than passing activations.
         self.position, self.dp_rank = divmod(process.rank, self.dp_size)
         ranks = torch.arange(process.world_size).view(-1, self.dp_size)
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
         self.dp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
-
-        self.owners = assign_stages(config.parallel, len(ranks))  # Of each stage, by their position in a pipeline.
-        stages, self.places = outline_stages(config.model, len(self.owners))
+        self.owners = assign_stages(config.parallel, len(ranks))  # The position in a pipeline of each stage's rank.
         self.last = len(self.owners) - 1
+        self.module, self.stages, self.schedule = nn.Sequential(), dict[int, Stage](), cast(Any, None)
+        self.build_stages(config)
+        # By the shapes of a pipeline's inputs: what each of this rank's stages gets and passes on, on the meta device.
+        self.forms: dict[Any, dict[int, Tensor]] = {}
+        self.shapes: Any = None  # Of the micro-batches that the schedule is for.
+        self.names: list[str] = []  # Of the losses.
+
+    def build_stages(self, config: Config) -> None:
+        """Build the model block by block, and keep this rank's blocks."""
+        stages, self.places = outline_stages(config.model, len(self.owners))
         seed_everything(config.run.seed)  # The outline may have drawn random numbers.
         numbers = iter(stages)
 
@@ -66,41 +71,28 @@ class Parallel:
             is_own = self.owners[next(numbers)] == self.position
             return prepare_block(block.to(self.device), config) if is_own else block.to("meta")
 
-        self.module, self.stages = nn.Sequential(), dict[int, Stage]()
-        model = build_model(config.model, wrap)
-        for stage, (name, block) in zip(stages, model.named_children(), strict=True):
+        for stage, (name, block) in zip(stages, build_model(config.model, wrap).named_children(), strict=True):
             if self.owners[stage] == self.position:
                 self.module.add_module(name, block)
                 self.stages.setdefault(stage, Stage(self.autocast, stage == self.last)).blocks.append(block)
-        # By the shapes of a pipeline's inputs: what each of this rank's stages gets and passes on, on the meta device.
-        self.forms: dict[Any, dict[int, Tensor]] = {}
-        self.shapes: Any = None  # Of the micro-batches that the schedule is for.
-        self.schedule: Any = None
-        self.names: list[str] = []  # Of the losses.
 
     def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
-        """Leave in each parameter the gradient of the mean loss over the global batch.
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
 
-        Args:
-            inputs, targets: The local batch of this rank's pipeline, on its device.
-            weight: What the losses of a local batch are divided by, on average over the ranks.
-
-        Returns:
-            The losses by name: detached scalars on the device, whose sum over ranks is the mean over the global batch.
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
         """
         batches = split_batch((inputs, targets), self.microbatches)
         self.prepare_schedule(batches[0][0])
-        self.targets, self.weight = [targets for _, targets in batches], weight
-        self.totals: dict[str, Tensor] = {}
-        if 0 in self.stages:
-            self.stages[0].inputs = [inputs for inputs, _ in batches]
+        self.targets, self.weight, self.totals = [targets for _, targets in batches], weight, dict[str, Tensor]()
         # A schedule splits only tensors, so it gets the numbers of the micro-batches instead of inputs and targets.
-        numbers = torch.arange(self.microbatches)
-        self.schedule.step(
-            *[numbers] * (0 in self.stages), target=numbers if self.last in self.stages else None, return_outputs=False
-        )
+        numbers, first = torch.arange(self.microbatches), self.stages.get(0)
+        if first:
+            first.inputs = [inputs for inputs, _ in batches]
+        target = numbers if self.last in self.stages else None
+        self.schedule.step(*[numbers] * (first is not None), target=target, return_outputs=False)
         self.average_gradients()
-        self.names = self.names or next(filter(None, self.process.all_gather(list(self.totals))))
+        self.names = self.names or next(filter(None, self.process.all_gather([*self.totals])))
         zero = torch.zeros((), device=self.device)
         return {name: self.totals.get(name, zero) for name in self.names}
 
@@ -118,16 +110,15 @@ class Parallel:
         if shapes == self.shapes:
             return
         if shapes not in self.forms:
-            # A forward in eval mode, which does not change BatchNorm's statistics.
-            self.module.eval()
+            self.module.eval()  # BatchNorm's statistics stay as they are, and so do random numbers.
             devices = [] if self.device.type == "cpu" else [self.device]
             with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
                 self.predict(inputs)
             self.module.train()
-        forms, count, group = self.forms[shapes], len(self.owners), self.group
+        forms, count = self.forms[shapes], len(self.owners)
         stages = [
-            PipelineStage(stage, i, count, self.device, forms[i], forms[i + 1], group=group)
-            for i, stage in self.stages.items()
+            PipelineStage(stage, index, count, self.device, forms[index], forms[index + 1], group=self.group)
+            for index, stage in self.stages.items()
         ]
         kind: Any = get_schedule_class(self.config.schedule)
         own = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
@@ -153,40 +144,27 @@ class Parallel:
 
     def predict(self, inputs: Any) -> Any:
         """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
-        number, x = torch.empty(1, dtype=torch.int64, device="meta"), inputs
-        forms = self.forms.setdefault(shapes_of(inputs), {0: number, len(self.owners): number})
+        x, shapes, group, number = inputs, shapes_of(inputs), self.group, torch.empty(1, dtype=torch.int64, device="meta")
+        is_new = shapes not in self.forms  # Then stages also send each other the shape of what they pass on.
+        forms = self.forms.setdefault(shapes, {0: number, len(self.owners): number})
         for index, stage in self.stages.items():
-            if index > 0:
-                x = self.receive(x, index, forms)
+            if index > 0 and index - 1 not in self.stages:
+                source, message = self.owners[index - 1], list[Any]([None])
+                if is_new:
+                    dist.recv_object_list(message, group=group, group_src=source)
+                    forms[index] = message[0]
+                x = torch.empty_like(forms[index], device=self.device, requires_grad=False)
+                dist.recv(x, group=group, group_src=source)
             with self.autocast():
                 x = stage.blocks(x)
             if index < self.last:
-                self.send(x, index + 1, forms)
+                forms[index + 1] = torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=True)
+                if index + 1 not in self.stages:
+                    target = self.owners[index + 1]
+                    if is_new:
+                        dist.send_object_list([forms[index + 1]], group=group, group_dst=target)
+                    dist.send(x.contiguous(), group=group, group_dst=target)
         return x if self.last in self.stages else None
-
-    def send(self, x: Any, index: int, forms: dict[int, Tensor]) -> None:
-        """Send the inputs of a stage to its rank, the first time with their shape."""
-        if not isinstance(x, Tensor):
-            raise UserError(f"a block returns a {type(x).__name__}; a pipeline passes one tensor from block to block")
-        is_known, rank = index in forms, self.owners[index]
-        forms[index] = torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=True)
-        if rank != self.position:
-            if not is_known:
-                dist.send_object_list([forms[index]], group=self.group, group_dst=rank)
-            dist.send(x.contiguous(), group=self.group, group_dst=rank)
-
-    def receive(self, x: Any, index: int, forms: dict[int, Tensor]) -> Any:
-        """Return the inputs of a stage: what its predecessor sends, or ``x`` if that is on the same rank."""
-        rank = self.owners[index - 1]
-        if rank == self.position:
-            return x
-        if index not in forms:
-            message: list[Any] = [None]
-            dist.recv_object_list(message, group=self.group, group_src=rank)
-            forms[index] = message[0]
-        received = torch.empty(forms[index].shape, dtype=forms[index].dtype, device=self.device)
-        dist.recv(received, group=self.group, group_src=rank)
-        return received
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient; returns the norm before."""

@@ -17,23 +17,18 @@ from .config import ModelConfig, ParallelConfig, UserError
 from .model import build_model
 
 
-# It prints the whole schedule if a stage fails.
+# If a stage fails, it would print the whole schedule.
 logging.getLogger("torch.distributed.pipelining.schedules").disabled = True
 
 
 class Stage(nn.Module):
-    """Consecutive blocks, as a schedule runs them: with one tensor between two stages.
-
-    Attributes:
-        inputs: The inputs of all micro-batches, in the first stage, which gets only their numbers.
-        outputs: The outputs of the last micro-batch, in the last stage.
-    """
+    """Consecutive blocks, as a schedule runs them: with one tensor between two stages."""
 
     def __init__(self, autocast: Callable[[], torch.autocast], is_last: bool) -> None:
         super().__init__()
         self.blocks, self.autocast, self.is_last = nn.Sequential(), autocast, is_last
-        self.inputs: list[Any] = []
-        self.outputs: Any = None
+        self.inputs: list[Any] = []  # Of all micro-batches, in the first stage, which gets only their numbers.
+        self.outputs: Any = None  # Of the last micro-batch, in the last stage.
 
     def forward(self, x: Tensor) -> Tensor:
         if self.inputs:

@@ -3,11 +3,11 @@ class DatasetConfig:
     """Proximal policy optimization (Schulman et al. 2017) in ``data.global_batch_size`` environments."""
 
     steps: int = 256
-    """Steps in each environment, from the start of an episode on, that a training step is based on."""
+    """Steps in each environment, from the start of an episode on, that a step of training learns from."""
     passes: int = 10
-    """Passes of a training step over this experience."""
+    """Passes over them."""
     minibatches: int = 4
-    """Parts of each pass, with an update of the weights after each; a part has equally many steps of each environment."""
+    """Updates of the weights per pass, each with another part of the steps of every environment."""
     discount: float = 0.99
     """Factor by which a reward counts less for each step that it lies in the future."""
     gae_lambda: float = 0.95
@@ -18,7 +18,7 @@ class DatasetConfig:
     """Weight of the policy's entropy in the loss, which keeps it from settling on one action too early."""
 
     def check(self) -> None:
-        """Reject factors above 1, and more parts of a pass than steps."""
+        """Reject factors above 1, and more parts than steps."""
         for name in ("discount", "gae_lambda"):
             if getattr(self, name) > 1:
                 raise UserError(f"dataset.{name} is {getattr(self, name)}; give at most 1")
@@ -44,19 +44,18 @@ class ModelConfig:
         self.sizes()
 
     def sizes(self) -> tuple[int, int]:
-        """Return how many numbers an observation has, and from how many actions the policy chooses."""
+        """Return how many numbers an observation has, and how many actions there are to choose from."""
         import gymnasium  # Takes half a second.
 
         try:
             environment = gymnasium.make(self.environment)
-        except gymnasium.error.Error as error:
+        except (gymnasium.error.Error, ImportError) as error:
             raise UserError(f"model.environment is {self.environment}: {error}") from None
-        observations, actions = environment.observation_space, environment.action_space
-        is_vector = isinstance(observations, gymnasium.spaces.Box) and len(observations.shape) == 1
-        is_limited = environment.spec is not None and environment.spec.max_episode_steps is not None
-        if not (is_vector and is_limited and isinstance(actions, gymnasium.spaces.Discrete)):
-            raise UserError(
-                f"model.environment is {self.environment}; give one with vectors as observations, discrete actions and "
-                "a limit of the length of an episode"
-            )
-        return observations.shape[0], int(actions.n)
+        seen, actions, spec = environment.observation_space, environment.action_space, environment.spec
+        if isinstance(seen, gymnasium.spaces.Box) and isinstance(actions, gymnasium.spaces.Discrete):
+            if len(seen.shape) == 1 and spec is not None and spec.max_episode_steps is not None:
+                return seen.shape[0], int(actions.n)
+        raise UserError(
+            f"model.environment is {self.environment}; give one whose observations are vectors, whose actions are "
+            "discrete, and whose episodes have a limited length"
+        )

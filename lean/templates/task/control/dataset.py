@@ -1,8 +1,11 @@
 """The data: what a policy does in environments of Gymnasium, which are numbered over all ranks.
 
-A sample is an environment. Each training step starts a new episode in all of them, so what happens there is a function of
-the weights, ``run.seed``, the step and the environment's number: it does not matter which rank steps it, and checkpoints
-hold no state of environments. The price: training sees no more than the first ``dataset.steps`` steps of an episode.
+A sample is an environment. Each step of training starts a new episode in all of them. So what happens there follows
+from the weights, ``run.seed``, the step and the number of the environment, whichever rank it is on, and checkpoints
+hold no state of environments. The price: training sees at most the first ``dataset.steps`` steps of an episode.
+
+Runs on different numbers of ranks agree to rounding, until rounding makes another action the drawn one. From there on,
+they are different samples of the same experiment.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from .config import Config
+from .config import Config, DatasetConfig
 from .distributed import derive_seed
 
 EVALUATION_EPISODES = 100
@@ -24,7 +27,7 @@ collate_fn = default_collate
 
 
 class Numbers(Dataset[tuple[int, int]]):
-    """Environments, or episodes of an evaluation, each as its number (twice: there are no targets)."""
+    """Environments, or episodes of an evaluation, each as its number; twice, because there are no targets."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -42,7 +45,7 @@ def build_datasets(config: Config) -> tuple[Numbers, Numbers]:
 
 
 class World:
-    """One environment, which starts its next episode when one is over; each episode is seeded by ``key`` and its number.
+    """One environment; each of its episodes is seeded by a key and the number of the episode.
 
     Attributes:
         observation: What the next action responds to, of shape (numbers,).
@@ -60,67 +63,80 @@ class World:
         self.episode += 1
 
     def step(self, action: int) -> dict[str, Tensor]:
-        """Take an action; returns what follows, and whether nothing more would (``terminated``)."""
+        """Take an action, and start the next episode if this one has ended.
+
+        Returns:
+            The ``reward``, the observation that was ``reached``, and whether the episode has ``ended``: it may have
+            been cut off, or it was ``terminated`` and no more reward would follow.
+        """
         observation, reward, terminated, truncated, _ = self.environment.step(action)
-        self.observation = following = torch.as_tensor(observation, dtype=torch.float32)
+        self.observation = reached = torch.as_tensor(observation, dtype=torch.float32)
         if terminated or truncated:
             self.reset()
-        result = {"reward": torch.tensor(float(reward)), "following": following}
-        return result | {"terminated": torch.tensor(terminated), "ended": torch.tensor(terminated or truncated)}
+        flags = {"terminated": torch.tensor(terminated), "ended": torch.tensor(terminated or truncated)}
+        return {"reward": torch.tensor(float(reward)), "reached": reached, **flags}
 
 
 @torch.no_grad()
 def collect(policy: Policy, numbers: list[int], step: int, config: Config) -> dict[str, Tensor]:
-    """Return what the policy does in some environments, as tensors of shape (environments, steps, ...) by name.
+    """Return what the policy does in some environments, as tensors of shape (environments, steps, ...).
 
-    They are ``observation``, ``action``, its ``log_prob``, ``advantage`` (Schulman et al. 2016, equation 16) and
-    ``return``, the value that the critic should have predicted.
+    They are ``observation``, ``action``, its ``log_prob``, ``advantage`` (how much better than expected it was) and
+    ``return`` (what the critic should have expected).
     """
-    settings, seed = config.dataset, config.run.seed
+    seed, length = config.run.seed, config.dataset.steps
     worlds = [World(config, seed, "collect", step, number) for number in numbers]
-    seeds = [derive_seed(seed, "action", step, number) for number in numbers]
-    noise = torch.stack([torch.rand(settings.steps, generator=torch.Generator().manual_seed(key)) for key in seeds])
-    taken = []
+    generators = [torch.Generator().manual_seed(derive_seed(seed, "act", step, number)) for number in numbers]
+    noise = torch.stack([torch.rand(length, generator=generator) for generator in generators])
+    steps = []
     for uniform in noise.split(1, dim=1):
         observations = torch.stack([world.observation for world in worlds])
         outputs = policy(observations)
         log_probs = outputs[:, :-1].log_softmax(dim=1)
         # The action in whose part of the cumulative distribution the random number lies.
         actions = (uniform >= log_probs.exp().cumsum(dim=1)[:, :-1]).sum(dim=1, keepdim=True)
-        found = default_collate([world.step(action) for world, action in zip(worlds, actions[:, 0].tolist(), strict=True)])
-        known = {"observation": observations, "action": actions[:, 0], "value": outputs[:, -1]}
-        taken.append(known | {"log_prob": log_probs.gather(1, actions)[:, 0]} | found)
-    steps = {name: torch.stack([each[name] for each in taken], dim=1) for name in taken[0]}
-    following = policy(steps.pop("following").flatten(0, 1))[:, -1].view_as(steps["value"])
-    errors = steps.pop("reward") + settings.discount * following * ~steps.pop("terminated") - steps["value"]
-    decay, advantages = settings.discount * settings.gae_lambda * ~steps.pop("ended"), [torch.zeros(len(numbers))]
-    for i in reversed(range(settings.steps)):
-        advantages.append(errors[:, i] + decay[:, i] * advantages[-1])
-    advantage = torch.stack(advantages[:0:-1], dim=1)
-    return steps | {"advantage": advantage, "return": advantage + steps.pop("value")}
+        known = {"observation": observations, "value": outputs[:, -1], "action": actions[:, 0]}
+        known["log_prob"] = log_probs.gather(1, actions)[:, 0]
+        steps.append(known | collate_fn([world.step(int(each)) for world, each in zip(worlds, actions, strict=True)]))
+    taken = {name: torch.stack([each[name] for each in steps], dim=1) for name in steps[0]}
+    taken["next_value"] = policy(taken["reached"].flatten(0, 1))[:, -1].view(len(numbers), length)
+    advantage = estimate_advantages(taken, config.dataset)
+    kept = {name: taken[name] for name in ("observation", "action", "log_prob")}
+    return kept | {"advantage": advantage, "return": advantage + taken["value"]}
+
+
+def estimate_advantages(taken: dict[str, Tensor], config: DatasetConfig) -> Tensor:
+    """Return advantages of shape (environments, steps) (Schulman et al. 2016, arXiv:1506.02438, equation 16)."""
+    errors = taken["reward"] + config.discount * taken["next_value"] * ~taken["terminated"] - taken["value"]
+    decay = config.discount * config.gae_lambda * ~taken["ended"]
+    advantages = torch.empty_like(errors)
+    following = torch.zeros(len(errors))
+    for i in reversed(range(config.steps)):
+        advantages[:, i] = following = errors[:, i] + decay[:, i] * following
+    return advantages
 
 
 def minibatches(experience: dict[str, Tensor], step: int, config: Config) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield the parts of all passes over the experience of a step, as observations and what the loss compares."""
-    count, seed = config.dataset.minibatches, config.run.seed
+    """Yield the parts of all passes over the experience of a step: observations, and what the loss needs to know."""
+    parts, length = config.dataset.minibatches, config.dataset.steps
     for number in range(config.dataset.passes):
-        generator = torch.Generator().manual_seed(derive_seed(seed, "pass", step, number))
-        order = torch.randperm(config.dataset.steps, generator=generator)
-        for part in range(count):
-            batch = {name: values[:, order[part::count]] for name, values in experience.items()}
+        generator = torch.Generator().manual_seed(derive_seed(config.run.seed, "pass", step, number))
+        order = torch.randperm(length, generator=generator)
+        for part in range(parts):
+            batch = {name: values[:, order[part::parts]] for name, values in experience.items()}
             yield batch.pop("observation"), batch
 
 
 @torch.no_grad()
 def play(policy: Policy, numbers: list[int], config: Config) -> dict[str, Tensor]:
-    """Play episodes with the most likely actions; returns the ``return`` and ``length`` of each."""
-    worlds = [World(config, config.run.seed, "evaluate", number) for number in numbers]
-    totals, lengths = torch.zeros(len(worlds)), torch.zeros(len(worlds))
-    # Equally many calls on each rank, because the policy may be a collective.
-    for _ in range(worlds[0].environment.spec.max_episode_steps if worlds else 0):
+    """Play episodes of an evaluation with the most likely actions; returns the ``return`` and ``length`` of each."""
+    worlds = [World(config, config.run.seed, "play", number) for number in numbers]
+    returns, lengths = torch.zeros(len(worlds)), torch.zeros(len(worlds))
+    # On each rank to the limit, because the policy may be a collective.
+    for _ in range(worlds[0].environment.spec.max_episode_steps):
         actions = policy(torch.stack([world.observation for world in worlds]))[:, :-1].argmax(dim=1)
-        for i, (world, action) in enumerate(zip(worlds, actions.tolist(), strict=True)):
-            if world.episode == 1:
-                totals[i] += world.step(action)["reward"]
+        for i, world in enumerate(worlds):
+            if world.episode == 1:  # Its first one is not over.
+                returns[i] += world.step(int(actions[i]))["reward"]
                 lengths[i] += 1
-    return {"return": totals, "length": lengths}
+    return {"return": returns, "length": lengths}

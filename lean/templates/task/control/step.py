@@ -1,12 +1,12 @@
     def step(self, inputs: Any, targets: Any) -> None:
-        """Let the policy act in environments, whose numbers are ``inputs``, and train it with what happened.
+        """Let the policy act in environments, whose numbers are ``inputs``, and train it with what happened there.
 
-        That takes several updates of the weights; the record of the step has the means of their losses and norms.
+        The weights are updated several times; the record has the means of these updates' losses and gradient norms.
         """
-        progress = self.progress
-        seed = derive_seed(self.config.run.seed, "step", progress.step, self.parallel.dp_rank)  # Of dropout, for example.
+        progress, parallel = self.progress, self.parallel
+        seed = derive_seed(self.config.run.seed, "step", progress.step, parallel.dp_rank)  # Of dropout, for example.
         seed_everything(seed, self.process.device)
-        batches = self.task.experience(self.parallel.predict, inputs, progress.step, self.process)
+        batches = self.task.learn(parallel.predict, inputs, progress.step, self.process)
         updates = [self.update(*batch) for batch in batches]
         losses = {name: torch.stack([each[name] for each, _ in updates]).mean() for name in updates[0][0]}
         self.recent.append((losses, torch.stack([norm for _, norm in updates]).mean()))

@@ -9,55 +9,55 @@ import torch
 from torch import Tensor
 
 from .config import Config
-from .dataset import collect, minibatches, play
+from .dataset import Policy, collect, minibatches, play
 from .distributed import Process
 
 VALUE_WEIGHT = 0.5  # Of the critic's squared error in the loss.
 
 
 class Task:
-    """The losses and metrics of an experiment; each rank builds one, and so does the plain loop of the tests."""
+    """The losses and metrics of an experiment; each rank builds one."""
 
     best_metric, higher_is_better = "mean_return", True  # They select the best checkpoint.
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        """Keep the settings."""
         self.config, self.device = config, device
 
-    def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return the numbers of episodes to play; nothing has to be computed once for them."""
-        return inputs, targets
-
-    def experience(self, predict: Callable[[Any], Any], numbers: Tensor, step: int, process: Process) -> Iterator[Any]:
-        """Let the policy act in the environments with these numbers, and yield all batches to train on; a collective."""
-        experience = collect(self.policy(predict), numbers.tolist(), step, self.config)
-        experience["advantage"] = normalize(experience["advantage"], process)
-        return minibatches({name: values.to(self.device) for name, values in experience.items()}, step, self.config)
-
-    def play(self, predict: Callable[[Any], Any], numbers: Tensor) -> dict[str, Tensor]:
-        """Play the episodes with these numbers with the most likely actions."""
-        return play(self.policy(predict), numbers.tolist(), self.config)
-
-    def policy(self, predict: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
+    def policy(self, predict: Callable[[Any], Any]) -> Policy:
         """Return the model as a function on the CPU, where the environments are."""
         return lambda observations: predict(observations.to(self.device)).float().cpu()
+
+    def learn(self, predict: Callable[[Any], Any], numbers: Tensor, step: int, process: Process) -> Iterator[Any]:
+        """Let the policy act in environments, and yield local batches to train it with; a collective."""
+        experience = collect(self.policy(predict), numbers.tolist(), step, self.config)
+        experience["advantage"] = normalize(experience["advantage"], process)
+        yield from minibatches({name: part.to(self.device) for name, part in experience.items()}, step, self.config)
+
+    def play(self, predict: Callable[[Any], Any], numbers: Tensor) -> dict[str, Tensor]:
+        """Return what happens in episodes of an evaluation."""
+        return play(self.policy(predict), numbers.tolist(), self.config)
+
+    def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the numbers of episodes as they are."""
+        return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums over the steps of a micro-batch, by name; ``loss`` is minimized, and all are logged.
 
-        They are those of Schulman et al. 2017, equations 7 and 9. ``kl`` estimates the divergence of the policy from the
-        one that collected the experience (Schulman 2020, k3); ``clip_fraction`` counts ratios out of bounds.
+        They are those of Schulman et al. 2017 (arXiv:1707.06347, equations 7 and 9). ``kl`` estimates how far the
+        policy is from the one that acted (Schulman 2020, k3), and ``clip_fraction`` counts clipped ratios.
 
         Args:
-            outputs: Logits of the actions and values, of shape (environments, steps, actions + 1).
-            targets: ``action``, ``log_prob``, ``advantage`` and ``return`` of each step.
+            outputs: Logits and values, of shape (environments, steps, actions + 1).
+            targets: ``action``, ``log_prob``, ``advantage`` and ``return``, of shape (environments, steps).
         """
-        settings, log_probs = self.config.dataset, outputs.float()[..., :-1].log_softmax(dim=-1)
+        settings, outputs, advantage = self.config.dataset, outputs.float(), targets["advantage"]
+        log_probs = outputs[..., :-1].log_softmax(dim=-1)
         log_ratio = log_probs.gather(-1, targets["action"][..., None])[..., 0] - targets["log_prob"]
-        ratio, advantage = log_ratio.exp(), targets["advantage"]
+        ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).sum()
-        value_loss = (outputs.float()[..., -1] - targets["return"]).square().sum()
+        value_loss = (outputs[..., -1] - targets["return"]).square().sum()
         entropy = -(log_probs.exp() * log_probs).sum()
         return {
             "loss": policy_loss + VALUE_WEIGHT * value_loss - settings.entropy_weight * entropy,
@@ -73,14 +73,14 @@ class Task:
         return targets["action"].numel()
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return the metrics of each episode, by name: what ``play`` returns."""
+        """Return the metrics of each episode, by name, from what ``play`` returns."""
         return dict(outputs)
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the metrics of all episodes: their returns, sums of rewards without discount, and their length."""
-        returns = metrics["return"]
+        """Return the metrics of all episodes: a return is the sum of an episode's rewards, without discount."""
+        returns, lengths = metrics["return"].astype(np.float64), metrics["length"].astype(np.float64)
         extremes = {"min_return": returns.min(), "max_return": returns.max()}
-        return {"mean_return": returns.mean(), **extremes, "mean_length": metrics["length"].mean()}
+        return {"mean_return": returns.mean(), **extremes, "mean_length": lengths.mean()}
 
     def throughput(self, samples_per_second: float) -> dict[str, float]:
         """Return what a record of training also has to say about its speed."""
@@ -93,4 +93,5 @@ def normalize(values: Tensor, process: Process) -> Tensor:
     sums = process.all_gather((values.numel(), values.sum().item(), values.square().sum().item()))
     count, total, squares = (sum(column) for column in zip(*sums, strict=True))
     mean = total / count
-    return ((values - mean) / (math.sqrt(max(0.0, squares / count - mean**2)) + 1e-8)).float()
+    deviation = math.sqrt(max(0.0, squares / count - mean**2))
+    return ((values - mean) / (deviation + 1e-8)).float()

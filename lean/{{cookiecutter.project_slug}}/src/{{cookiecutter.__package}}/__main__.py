@@ -16,13 +16,21 @@ from .config import CheckpointConfig, Config, UserError
 
 SECTIONS = get_type_hints(Config)
 DEFAULT = Path(__file__).parents[2] / "configs" / "default.yaml"
-COMMANDS = {
+COMMANDS = {  # An option that is named here exists; a command that writes --output takes no settings.
     "train": "train, or resume run.dir",
     "evaluate": "print the metrics of --checkpoint PATH on the test set",
     "export": "write the weights of --checkpoint PATH as --output FILE.safetensors",
     "plot": "draw the metrics of --runs [DIR, ...] as --output FILE.png",
+    #:: if fact("generates") ::#
+    "generate": "continue --prompt TEXT by --length bytes, with --checkpoint PATH and --temperature T",
+    #:: endif ::#
+    #:: if fact("shards") ::#
+    "estimate": "print the memory that a step needs on each of --ranks N, and whether it fits into --memory GIB",
+    #:: endif ::#
+    #:: if cookiecutter.cluster != "none" ::#
+    "doctor": "check what breaks a first run on several machines",
+    #:: endif ::#
 }
-WITHOUT_SETTINGS = ("export", "plot")  # One process reads and writes files.
 
 
 def build_parser(default_files: list[str]) -> ArgumentParser:
@@ -32,18 +40,29 @@ def build_parser(default_files: list[str]) -> ArgumentParser:
     commands = parser.add_subcommands(required=True, dest="command")
     for name, text in COMMANDS.items():
         command = ArgumentParser(exit_on_error=False)
-        if name in WITHOUT_SETTINGS:
+        if "--output" in text:
             command.add_argument("--output", required=True, help="The file to write.")
         else:
             command.default_config_files = default_files
             command.add_argument("--config", action="config", help="A YAML file; default: configs/default.yaml.")
             for section, kind in SECTIONS.items():
-                if section != "checkpoint" or name == "train":
+                if section != "checkpoint" or "--checkpoint" not in text:
                     command.add_class_arguments(kind, section)
-        if name == "plot":
+        if "--runs" in text:
             command.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
-        elif name != "train":  # In a file of settings, there is a section of that name.
+        elif "--checkpoint" in text:  # In a file of settings, there is a section of that name.
             command.add_argument("--checkpoint", type=str | CheckpointConfig, required=True, help="The checkpoint.")
+        #:: if fact("generates") ::#
+        if "--prompt" in text:
+            command.add_argument("--prompt", type=str, default="", help="The text to continue.")
+            command.add_argument("--length", type=int, default=200, help="Bytes to generate.")
+            command.add_argument("--temperature", type=float, default=0.8, help="0 picks the most likely byte.")
+        #:: endif ::#
+        #:: if fact("shards") ::#
+        if "--ranks" in text:
+            command.add_argument("--ranks", type=int, default=1, help="The number of ranks.")
+            command.add_argument("--memory", type=float | None, default=None, help="GiB of a device.")
+        #:: endif ::#
         commands.add_subcommand(name, command, help=text)
     return parser
 
@@ -76,6 +95,9 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     from .checkpoint import export
     from .distributed import cleanup, fail, setup
     from .evaluate import evaluate
+    #:: if fact("generates") ::#
+    from .generate import generate
+    #:: endif ::#
     from .logger import plot
     from .train import Trainer
 
@@ -83,11 +105,29 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
         return export(Path(options.checkpoint), Path(options.output))
     if name == "plot":
         return plot(options.runs, options.output)
+    #:: if fact("shards") ::#
+    if name == "estimate":
+        from .estimate import estimate
+
+        config.check(options.ranks, trains=True)
+        return estimate(config, options.ranks, options.memory)
+    #:: endif ::#
+    #:: if cookiecutter.cluster != "none" ::#
+    if name == "doctor":
+        from .doctor import doctor
+
+        sys.exit(doctor(config))
+    #:: endif ::#
     gc.freeze()  # The imports made 400,000 objects that stay; the garbage collector would look at them again and again.
     process = setup(config)
     try:
         if name == "train":
             Trainer(config, process).run()
+        #:: if fact("generates") ::#
+        elif name == "generate":
+            words = (options.prompt, options.length, options.temperature)
+            generate(options.checkpoint, *words, config, given, process)
+        #:: endif ::#
         else:
             evaluate(options.checkpoint, config, given, process)
     except Exception as error:
@@ -100,9 +140,9 @@ def main(argv: Sequence[str]) -> None:
     words = [word for word in argv if word != "--preflight"]
     try:
         name, config, options = parse(words)
-        if name not in ("train", "plot") and not Path(str(options.checkpoint)).exists():
+        if "--checkpoint" in COMMANDS[name] and not Path(str(options.checkpoint)).exists():
             raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")
-        if name not in WITHOUT_SETTINGS:
+        if "--output" not in COMMANDS[name]:
             config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
         if len(words) == len(argv):
             run(name, config, options, given={word.split("=")[0].removeprefix("--") for word in words})

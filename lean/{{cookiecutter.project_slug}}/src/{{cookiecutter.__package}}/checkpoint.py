@@ -192,9 +192,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except Exception:
+    except Exception as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise UserError(f"{path} could not be written; is the disk full? {error}") from None
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)  # Makes the new name durable.
     os.close(folder)

@@ -148,8 +148,8 @@ class Config:
                 is_zero_by_default = value == 0 and getattr(type(settings), name) == 0
                 if value == "" or (is_number and not (0 < value < math.inf or is_zero_by_default)):
                     raise UserError(f"{section}.{name} is {value!r}; give a positive number, or a text")
-        for name, path in self.files().items():
-            if not Path(path).is_file() and (trains or name != "model.weights"):
+        for name, path in {**self.files(), "checkpoint.resume": self.checkpoint.resume}.items():
+            if path not in ("auto", "never") and not Path(path).exists() and (trains or name != "model.weights"):
                 raise UserError(f"{name} is {path}: no such file")
         if self.run.seed >= 2**32:
             raise UserError(f"run.seed is {self.run.seed}; give a number below 2**32")

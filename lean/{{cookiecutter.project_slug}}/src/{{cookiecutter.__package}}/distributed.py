@@ -174,7 +174,8 @@ class StopSignal:
 def fail(error: Exception, process: Process) -> NoReturn:
     """End this process, and print why: which ranks failed or are silent, or an error, unless rank 0 prints the same."""
     waited = isinstance(error, RuntimeError) and re.search("gloo|NCCL|collective|[Cc]onnection", str(error))
-    text, code = " ".join(f"{type(error).__name__}: {error}".split()), 2 if isinstance(error, UserError) else 1
+    text, does_not_fit = " ".join(f"{type(error).__name__}: {error}".split()), "loading state_dict" in str(error)
+    code = 2 if isinstance(error, UserError) or does_not_fit else 1
     reports = exchange_reports("" if waited else text, process)
     failed = [f"rank {rank} failed with {report}" for rank, report in sorted(reports.items()) if report]
     silent = ", ".join(str(rank) for rank in range(process.world_size) if rank not in reports)
@@ -184,7 +185,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
     elif process.rank and reports.get(0) == text:
         exit_now(code)
     elif code == 2:
-        print(text.replace("UserError", "error", 1), file=sys.stderr)
+        print(f"error: {text.removeprefix('UserError: ')[:2000]}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     exit_now(code)

@@ -1,0 +1,1 @@
+            outputs = self.task.play(self.parallel.predict, inputs)

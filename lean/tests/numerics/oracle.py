@@ -1,0 +1,146 @@
+"""What a run has to give, however it is split: a plain loop in PyTorch and NumPy, written from the documented rules.
+
+Of a rendered project it uses only the model, with its initial weights, and ``digits.npz``: data, order, augmentation,
+loss, clipping, AdamW, schedule and evaluation are written out here, so that it cannot repeat a mistake of the project.
+It computes in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from importlib import import_module, util
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Settings = dict[str, Any]
+
+
+@dataclass
+class Result:
+    """What a run has to log of each step and each evaluation, and its final weights."""
+
+    records: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(package: Path, task: str, settings: Settings) -> Result:
+    """Train and evaluate in this process, in one thread: several would wait for each other on a busy machine."""
+    torch.set_num_threads(1)
+    model, result, steps = build_model(package, settings), Result(), settings["train.max_steps"]
+    parameters = list(model.parameters())
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    for step, (total, epoch, inputs, targets) in enumerate(islice(batches(task, package, settings), steps)):
+        loss = cross_entropy(model(inputs), targets)
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+        lr, scale = learning_rate(step, total, settings), min(1.0, settings["train.clip_grad_norm"] / norm)
+        for p, gradient, state in zip(parameters, gradients, moments, strict=True):
+            adamw(p, gradient * scale, state, step + 1, lr, settings)
+        record = {"step": step + 1, "epoch": epoch, "loss": loss.item(), "lr": lr, "grad_norm": norm}
+        result.records.append(record)
+        if (step + 1) % settings["train.eval_every"] == 0:
+            metrics = evaluate(model, *DATA[task](package, settings, "test", 0))
+            result.evaluations.append({"step": step + 1, **metrics})
+    result.weights = dict(model.state_dict())
+    return result
+
+
+def build_model(package: Path, settings: Settings) -> nn.Module:
+    """Return a project's model as its runs start with it; each package is imported under a name of its own."""
+    name = f"oracle{len(sys.modules)}"
+    spec = util.spec_from_file_location(name, package / "__init__.py", submodule_search_locations=[str(package)])
+    assert spec is not None
+    sys.modules[name] = util.module_from_spec(spec)
+    config = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
+    torch.manual_seed(settings["run.seed"])
+    model: nn.Module = import_module(f"{name}.model").build_model(import_module(f"{name}.config").ModelConfig(**config))
+    return model.double()
+
+
+def batches(task: str, package: Path, settings: Settings) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Yield the number of all steps, the epochs done after this one, its inputs and its targets.
+
+    An epoch is one permutation of the samples, without the incomplete global batch at its end.
+    """
+    size, epochs, seed = (settings[name] for name in ("data.global_batch_size", "train.epochs", "run.seed"))
+    for epoch in range(epochs):
+        inputs, targets = DATA[task](package, settings, "train", epoch)
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed + (epoch << 32)))
+        steps = len(inputs) // size
+        for number, batch in enumerate(order[: steps * size].split(size), start=1):
+            yield epochs * steps, epoch + number // steps, inputs[batch], targets[batch]
+
+
+def digits(package: Path, settings: Settings, split: str, epoch: int) -> tuple[Tensor, Tensor]:
+    """Return all images of a split, shifted down and right by what is drawn for (seed, epoch, index), and labels."""
+    with np.load(package / "digits.npz") as arrays:
+        images, labels = arrays[f"{split}_images"] / 16, arrays[f"{split}_labels"].astype(np.int64)
+    shift = settings["dataset.max_shift"] if split == "train" else 0
+    padded = np.pad(images, ((0, 0), (shift, shift), (shift, shift)))
+    for index in range(len(images) if shift else 0):
+        key = repr((settings["run.seed"], epoch, index)).encode()
+        draw = random.Random(int.from_bytes(blake2b(key, digest_size=8).digest(), "big"))
+        down, right = draw.randrange(2 * shift + 1), draw.randrange(2 * shift + 1)
+        images[index] = padded[index, down : down + 8, right : right + 8]
+    return torch.from_numpy(images)[:, None], torch.from_numpy(labels)
+
+
+def language(package: Path, settings: Settings, split: str, epoch: int) -> tuple[Tensor, Tensor]:
+    """Return all windows of a split, and the byte after each of their bytes; the test split is the end of the text."""
+    text = np.fromfile(settings["dataset.path"], np.uint8)[: settings["dataset.max_bytes"]].astype(np.int64)
+    middle, context = len(text) - settings["dataset.test_bytes"], settings["model.context"]
+    part = torch.from_numpy(text[:middle] if split == "train" else text[middle:])
+    used = (len(part) - 1) // context * context
+    return part[:used].view(-1, context), part[1 : used + 1].view(-1, context)
+
+
+DATA: dict[str, Callable[[Path, Settings, str, int], tuple[Tensor, Tensor]]] = {"digits": digits, "language": language}
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def learning_rate(step: int, steps: int, settings: Settings) -> float:
+    """Return a linear warm-up to the peak, followed by half a cosine down to a fraction of it."""
+    peak, warmup, floor = (settings[f"optim.{name}"] for name in ("lr", "warmup_steps", "min_lr_ratio"))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2)
+
+
+@torch.no_grad()
+def adamw(p: Tensor, gradient: Tensor, moments: Any, step: int, lr: float, settings: Settings) -> None:
+    """Take one step (Loshchilov and Hutter 2019, algorithm 2); only matrices and kernels decay."""
+    corrected = []
+    for moment, value, beta in zip(moments, (gradient, gradient**2), settings["optim.betas"], strict=True):
+        moment.mul_(beta).add_((1 - beta) * value)
+        corrected.append(moment / (1 - beta**step))
+    if p.dim() > 1:
+        p -= lr * settings["optim.weight_decay"] * p
+    p -= lr * corrected[0] / (corrected[1].sqrt() + settings["optim.eps"])
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Return the metrics of a whole split, each sample once."""
+    outputs = model(inputs)
+    loss = cross_entropy(outputs, targets).item()
+    metrics: dict[str, Any] = {"bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)}
+    if targets.dim() == 1:
+        right = (outputs.argmax(1) == targets).double()
+        of_class = [right[targets == label].mean().item() for label in range(10)]
+        metrics = {"accuracy": right.mean().item(), "class_accuracy": of_class}
+    return {"num_samples": len(inputs), "loss": loss, **metrics}

@@ -1,0 +1,184 @@
+"""Every strategy on 1, 2 and 4 ranks gives what a plain loop gives, killed and resumed, or changed within one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import CHOICES, Bake, find_processes, launch, started, wait_until
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5  # How much a split may change a result, relative to it: what different rounding does, and some more.
+STEPS = 20  # In two epochs, during which each rule of the oracle acts.
+COMMON = {
+    "run.seed": 7,
+    "data.eval_batch_size": 50,
+    "optim.lr": 4e-3,
+    "optim.min_lr_ratio": 0.1,
+    "optim.warmup_steps": 3,
+    "optim.weight_decay": 0.1,
+    "optim.betas": [0.8, 0.95],
+    "optim.eps": 1e-6,
+    "train.epochs": 2,
+    "train.max_steps": STEPS,
+    "train.microbatches": 4,
+    "train.log_every": 1,
+    "train.eval_every": 10,
+    "checkpoint.every_steps": 3,
+    "distributed.device": "cpu",
+}
+TASKS = {
+    "digits": {
+        "data.global_batch_size": 128,
+        "dataset.max_shift": 1,
+        "model.width": 8,
+        "model.depth": 2,
+        "train.clip_grad_norm": 0.07,
+    },
+    "language": {
+        "data.global_batch_size": 32,
+        "dataset.path": argparse.__file__,
+        "dataset.max_bytes": 21_000,
+        "dataset.test_bytes": 9_000,
+        "model.width": 32,
+        "model.layers": 4,
+        "model.heads": 4,
+        "model.context": 32,
+        "train.clip_grad_norm": 0.5,
+    },
+}
+# The ranks of a strategy that is one process, or that needs several.
+RANKS = {"data_parallel": [1], "tensor": [2, 4]}
+CASES = [
+    pytest.param(parallelism, task, nproc, id=f"{parallelism}-{task}-{nproc}")
+    for parallelism in CHOICES["parallelism"]
+    for task in TASKS
+    for nproc in RANKS.get(parallelism, [1, 2, 4])
+]
+ORACLES: dict[str, oracle.Result] = {}
+
+
+def arguments(task: str, **changes: Any) -> list[str]:
+    """Return the settings of a task as arguments."""
+    settings = COMMON | TASKS[task] | changes
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def expected(project: Path, task: str) -> oracle.Result:
+    """Return what the runs of a task have to give; the model is the same under every strategy."""
+    if task not in ORACLES:
+        ORACLES[task] = oracle.train(next((project / "src").iterdir()), task, COMMON | TASKS[task])
+    return ORACLES[task]
+
+
+@pytest.mark.parametrize(("parallelism", "task", "nproc"), CASES)
+def test_a_killed_and_resumed_run_matches_a_plain_loop(
+    bake: Bake, tmp_path: Path, parallelism: str, task: str, nproc: int
+) -> None:
+    project, folder, step = bake(parallelism=parallelism, task=task), tmp_path / "run", random.randrange(4, STEPS - 1)
+    print(f"killed after step {step}")
+    words = ["train", *arguments(task), "--run.dir", folder]
+    kill_after(step, project, folder, words, nproc)
+    resumed = launch(project, *words, nproc=nproc)
+    assert any(f"step {before} of {STEPS}" in resumed.stdout for before in range(3, STEPS)), resumed.stdout
+    assert_matches(folder, expected(project, task))
+    assert "warning" not in resumed.stderr.lower()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_that_changes_its_strategy_matches_a_plain_loop(bake: Bake, tmp_path: Path, task: str) -> None:
+    folder = tmp_path / "run"
+    strategies = ["ddp", "fsdp", "pipeline", "tensor", "ddp"]
+    for number, parallelism in enumerate(strategies, start=1):
+        project = bake(str(number), parallelism=parallelism, task=task)
+        words = arguments(task, **{"train.max_steps": STEPS * number // len(strategies)})
+        launch(project, "train", *words, "--run.dir", folder)
+    assert_matches(folder, expected(project, task))
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "value"),
+    [
+        ("digits", "run.seed", 8),
+        ("digits", "dataset.max_shift", 0),
+        ("digits", "optim.lr", 2e-3),
+        ("digits", "optim.min_lr_ratio", 0.0),
+        ("digits", "optim.warmup_steps", 1),
+        ("digits", "optim.weight_decay", 0.0),
+        ("digits", "optim.betas", [0.9, 0.95]),
+        ("digits", "optim.betas", [0.8, 0.99]),
+        ("digits", "optim.eps", 1e-4),
+        ("digits", "train.clip_grad_norm", 1e9),
+        ("language", "run.seed", 8),
+        ("language", "train.clip_grad_norm", 1e9),
+        ("language", "optim.weight_decay", 0.0),
+    ],
+)
+def test_a_run_that_ignored_a_setting_would_be_seen(bake: Bake, task: str, name: str, value: Any) -> None:
+    project = bake(task=task)
+    ours = expected(project, task)
+    theirs = oracle.train(next((project / "src").iterdir()), task, COMMON | TASKS[task] | {name: value})
+    with pytest.raises(AssertionError):
+        assert_records_match(ours.records, theirs.records)
+    with pytest.raises(AssertionError):
+        assert_weights_match(ours.weights, theirs.weights)
+
+
+def kill_after(step: int, project: Path, folder: Path, words: list[Any], nproc: int) -> None:
+    """Start a run, kill its launcher with SIGKILL after a step, and wait until the ranks have ended as well."""
+    mark = f"MARK={folder}"
+    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC=str(nproc), MARK=str(folder)) as launcher:
+        deadline = time.monotonic() + 240
+        while last_step(folder) < step:
+            assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()
+            time.sleep(0.005)  # A step of a small model takes some milliseconds.
+        launcher.kill()
+        wait_until(lambda: not find_processes(mark), "the ranks have ended", 60)
+    assert step <= last_step(folder) < STEPS
+
+
+def read_records(folder: Path, event: str) -> list[dict[str, Any]]:
+    """Return the complete records of one event in a run's metrics.jsonl."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if record["event"] == event]
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step that a run has logged, or 0."""
+    return max([record["step"] for record in read_records(folder, "train")], default=0)
+
+
+def assert_matches(folder: Path, theirs: oracle.Result) -> None:
+    """Assert that a run has logged what the plain loop gives, and ended with its weights."""
+    assert_records_match(read_records(folder, "train"), theirs.records)
+    assert_records_match(read_records(folder, "eval"), theirs.evaluations)
+    newest = torch.load(sorted((folder / "checkpoints").glob("step-*.pt"))[-1], weights_only=True)
+    assert_weights_match(newest["model"], theirs.weights)
+
+
+def assert_records_match(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Assert that records hold the same values, to rounding, under the names that the oracle knows."""
+    for record, wanted in zip(ours, theirs, strict=True):
+        for name, value in wanted.items():
+            assert record[name] == pytest.approx(value, rel=TOLERANCE), f"{name} of step {record['step']}"
+
+
+def assert_weights_match(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Assert that weights differ by no more than rounding; relative to a tensor that started at zero, it is larger."""
+    assert ours.keys() == theirs.keys()
+    norms = {name: tensor.norm() for name, tensor in theirs.items()}
+    differences = {name: (ours[name] - theirs[name]).norm() for name in theirs}
+    assert math.hypot(*differences.values()) <= TOLERANCE * math.hypot(*norms.values())
+    for name, difference in differences.items():
+        assert difference <= 10 * TOLERANCE * norms[name], name

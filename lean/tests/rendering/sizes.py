@@ -1,0 +1,117 @@
+"""The sizes of rendered projects, which caps.json bounds; ``make sizes`` prints them, and stores those that fell."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from renders import ASIDE, File, Recorder, combinations, refusal
+
+CAPS = Path(__file__).with_name("caps.json")
+# Interfaces that no underscore marks as private.
+UNMARKED = r"\bLocalElasticAgent\b|\bsys\.excepthook ="
+# Documented, or the name of an operator.
+PUBLIC = r"os\._exit|aten\..*"
+
+
+def measure(files: list[File]) -> dict[str, int]:
+    """Return the sizes of one project."""
+    read = [file for file in files if not file.path.endswith(ASIDE)]
+    code = [file for file in read if file.path.endswith(".py")]
+    source = [file for file in code if file.path.startswith("src/")]
+    functions = [node for file in code for node in ast.walk(ast.parse(file.text)) if isinstance(node, ast.FunctionDef)]
+    return {
+        "lines of src": sum(map(count_lines, source)),
+        "files of src": len(source),
+        "longest file": max(map(count_lines, code)),
+        "longest function": max(node.end_lineno - node.lineno + 1 for node in functions),
+        "README": sum(count_lines(file) for file in read if file.path == "README.md"),
+        "tests": sum(count_lines(file) for file in code if file.path.startswith("tests/")),
+        "settings": sum(len(settings(file)) for file in source if file.path.endswith("/config.py")),
+        "all that is rendered": sum(map(count_lines, read)),
+        "private interfaces": len({name for file in source for name in private_names(file.text)}),
+        "characters in an average line of a file": max(map(average_line, source)),
+    }
+
+
+def count_lines(file: File) -> int:
+    return len(file.content.splitlines())
+
+
+def average_line(file: File) -> int:
+    """Return the average length of a file's lines, rounded up; a file of a few lines is a docstring."""
+    lines = file.text.splitlines()
+    return -(-sum(map(len, lines)) // len(lines)) if len(lines) > 10 else 0
+
+
+def settings(file: File) -> list[str]:
+    """Return the settings that a file defines: the fields of its dataclasses, without that of all sections."""
+    sections = [node for node in ast.parse(file.text).body if isinstance(node, ast.ClassDef) and node.name != "Config"]
+    return [ast.unparse(field) for section in sections for field in section.body if isinstance(field, ast.AnnAssign)]
+
+
+def private_names(text: str) -> Iterator[str]:
+    """Yield the private interfaces of Python and of packages that a file uses: names with an underscore in front."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            found = re.match(r"(.*?(?:^|\.)_[A-Za-z]\w*)", name)  # `torch.utils._pytree.tree_map` as its module.
+            if found and not re.fullmatch(PUBLIC, found[1]):
+                yield found[1]
+    yield from re.findall(UNMARKED, text)
+
+
+def measure_all() -> dict[str, dict[str, dict[str, int]]]:
+    """Return the sizes of all projects that a column of caps.json is about, by column and answers."""
+    recorder, found = Recorder(), dict[str, dict[str, dict[str, int]]](default={}, any={}, everything={})
+    for answers in combinations():
+        strategy, task, *others, license_ = answers.values()
+        names = [strategy, task, *(str(other) for other in others)]
+        is_plain, is_full = others == ["torchrun", "none", "none", False], is_everything(answers)
+        if license_ == "MIT" and (is_plain or is_full) and refusal(answers) is None:
+            try:
+                sizes = measure(list(recorder.render(answers)))
+            except TemplateError:
+                continue  # test_render.py reports it.
+            found["any" if is_plain else "everything"][" ".join(names)] = sizes
+            if is_plain and (strategy, task) == ("ddp", "digits"):
+                found["default"][" ".join(names)] = sizes
+    return found
+
+
+def is_everything(answers: dict[str, Any]) -> bool:
+    """Return whether a cluster, a tracker, spawn and Docker are chosen."""
+    return answers["launcher"] == "spawn" and answers["docker"] and "none" not in answers.values()
+
+
+def store() -> None:
+    """Print all sizes, and store in caps.json those that fell."""
+    caps = json.loads(CAPS.read_text())
+    for column, projects in measure_all().items():
+        for name, entry in caps[column].items():
+            largest, answers = max((sizes[name], answers) for answers, sizes in projects.items())
+            entry["now"] = min(largest, largest if entry["now"] is None else entry["now"])
+            print(f"{column:10}  {name:40} {largest:5} of {entry['cap']:4}  {answers}")
+    columns = [f'"{column}": {{\n{rows(entries)}\n}}' for column, entries in caps.items()]
+    CAPS.write_text("{\n" + ",\n".join(columns) + "\n}\n")
+
+
+def rows(entries: dict[str, Any]) -> str:
+    """Return a column as JSON, one line for each size."""
+    return ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+
+
+if __name__ == "__main__":
+    store()

@@ -1,0 +1,223 @@
+"""Unusual answers are rejected in one line with a command that works, or rendered as they are."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import os
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from asking import ask, check_project, only_project, recorded, retry
+from conftest import BIN, CHOICES, TEMPLATE, Bake, read_tree, run
+from cookiecutter.main import cookiecutter
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from renders import PARTS, TREE, derive
+
+import check_answers
+
+LIMIT = check_answers.SLUG_LIMIT
+RESERVED = json.loads((TEMPLATE / "reserved.json").read_text())
+PACKAGES, FILES = RESERVED  # The reasons.
+PYTHON = {canonicalize_name(name) for name in sys.stdlib_module_names}
+SLUG = "[a-z][a-z0-9]*(-[a-z0-9]+)*"
+# Names, each with the slug that is offered for it.
+DEFAULT_SLUGS = {
+    "My Experiment": "my-experiment",
+    "  Über  Netz 2!": "uber-netz-2",
+    "東京": "dong-jing",
+    "🔥": "my-experiment",
+    '"': "my-experiment",
+    "2024 Results": "experiment-2024-results",
+    "Tests": "my-tests",
+    "torch": "my-torch",
+    "Typing Extensions": "my-typing-extensions",
+    "Class": "my-class",
+    "word " * 100: "word-word-word-word-word-word-word-word-word",
+}
+REJECTED = [
+    *[("project_slug", slug, "existing module") for slug in ("torch", "Json", "PIL", "Typing_Extensions")],
+    ("project_slug", "test_split", "existing module"),
+    ("project_slug", "class", "keyword"),
+    *[("project_slug", slug, "letters and digits") for slug in ("3d-vision", "my experiment", "-x", "a/b", "../x")],
+    *[
+        ("project_slug", slug, "letters and digits")
+        for slug in ("/etc/x", "a/../../b", "..", "$(reboot)", "{{ 'abc' }}")
+    ],
+    *[("project_slug", slug, "longer than") for slug in ("x" * (LIMIT + 1), "x" * 300)],
+    *[(question, "", "empty") for question in ("project_slug", "project_name", "description", "author")],
+    *[("project_name", name, "empty") for name in (" \u3000\xa0", "\u200d")],
+    *[
+        ("project_name", name, "control character")
+        for name in ("two\nlines", "two\u2028lines", "two\x85lines", "bell\a")
+    ],
+    *[("project_name", name, "control character") for name in ("right\u202eleft", "\u2066isolated", "odd \ufffe")],
+    ("project_name", os.fsdecode(b"caf\xe9"), "control character"),  # Not UTF-8.
+    ("description", "two\nlines", "control character"),
+    ("author", "A\x1b[31m", "control character"),
+]
+ACCEPTED = [
+    'The "best" one',
+    "It's mine",
+    r"back\slash \n \x41",
+    "$(touch hacked) `touch hacked` ; rm -rf *",
+    "It costs $5 & $HOME",
+    "<b>&amp;</b> %s {} {0} }} 100%",
+    "{% raw %} {# no comment #}",
+    "{{ 1 }} {{ unknown }} {{ 1",  # Not evaluated, nor is what follows.
+    "{{ cookiecutter.update(license='none') }}",
+    "#:: if true ::#A#:: endif ::# #:: raw ::# #// nobody",
+    "\\",
+    "Ünïcödé 東京 🔥",
+    "\U0001f469\u200d\U0001f4bb",  # One emoji of two, with a joiner.
+    "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",  # Persian, with a non-joiner.
+    "\u05e9\u05dc\u05d5\u05dd (right to left)",
+    '"""',
+    "---",
+    "\xa0\u3000 blanks around ",
+    "x" * 500,
+]
+REFUSED = [
+    {path.parent.parent.name: path.parent.name, question: choice}
+    for path in sorted(PARTS.rglob("facts.json"))
+    for question, reasons in json.loads(path.read_text()).get("refuses", {}).items()
+    for choice in reasons
+]
+
+
+@pytest.mark.parametrize("answers", [{"paralelism": "ddp"}, {"tracker": "tensorbored"}, {"docker": "false"}])
+def test_the_fixture_rejects_unknown_questions_and_choices(bake: Bake, answers: dict[str, str]) -> None:
+    with pytest.raises(AssertionError):
+        bake(**answers)
+
+
+@pytest.mark.parametrize(("question", "answer", "reason"), REJECTED)
+def test_an_answer_that_cannot_work_is_rejected_with_a_command_that_works(
+    question: str, answer: str, reason: str, tmp_path: Path
+) -> None:
+    result = ask(tmp_path, launcher="spawn", **{question: answer})
+    message = result.stderr.splitlines()[0]
+    assert message.startswith(f"error: {question} is {answer!r}, which ") and reason in message
+    assert recorded(retry(tmp_path, result))["launcher"] == "spawn"  # The other answers are kept.
+
+
+@pytest.mark.parametrize("answers", REFUSED, ids=str)
+def test_choices_that_do_not_fit_are_rejected_with_a_command_that_works(
+    answers: dict[str, str], tmp_path: Path
+) -> None:
+    result = ask(tmp_path, **answers)
+    owner, refused = answers
+    assert result.stderr.startswith(f"error: {refused} is {answers[refused]!r}, which "), result.stderr
+    choices = recorded(retry(tmp_path, result))
+    assert choices[owner] == answers[owner] and choices[refused] != answers[refused]
+
+
+@pytest.mark.parametrize("question", CHOICES)
+def test_an_unknown_choice_is_rejected(question: str, tmp_path: Path) -> None:
+    result = ask(tmp_path, **{question: "nothing"})
+    assert result.returncode == 1 and not list(tmp_path.iterdir())
+    assert "nothing provided for" in result.stderr and question in result.stderr
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_name_may_contain_any_other_character(bake: Bake, name: str) -> None:
+    names = {"project_name": name, "author": name, "description": name}
+    project = bake(project_slug="own-name", docker=True, **names)
+    check_project(project, project_slug="own-name", **names)
+    assert not list(project.rglob("hacked"))
+    run(BIN / "ruff", "format", "--check", "--no-cache", ".", cwd=project)
+    run(BIN / "ruff", "check", "--no-cache", ".", cwd=project)
+
+
+def test_names_change_no_code(bake: Bake) -> None:
+    """Otherwise the code would have to be linted and run with every name."""
+    answers = {"project_slug": "own-name", "docker": True, "cluster": "kubernetes"}
+    tree = read_tree(bake("default", **answers))
+    other = {"project_name": "Other", "author": "Somebody Else", "description": "Something else"}
+    named = read_tree(bake("named", **other, **answers))
+    different = {name for name in tree.keys() | named.keys() if tree.get(name) != named.get(name)}
+    assert different <= {"README.md", "LICENSE", "pyproject.toml", ".devcontainer.json", "src/own_name/__init__.py"}
+    assert named["src/own_name/__init__.py"] == b'"""Something else"""\n'
+
+
+def test_a_slug_may_have_blanks_around_it(bake: Bake) -> None:
+    check_project(bake(project_slug="  my_Slug2\xa0"), project_slug="my_Slug2")
+
+
+@pytest.mark.parametrize(("name", "slug"), DEFAULT_SLUGS.items())
+def test_the_default_slug_is_derived_from_the_name(name: str, slug: str, tmp_path: Path) -> None:
+    result = ask(tmp_path, project_name=name)
+    assert result.returncode == 0, result.stderr
+    check_project(only_project(tmp_path), project_name=name, project_slug=slug)
+
+
+@pytest.mark.parametrize("slug", ["../x", "a/../../b", "..", ".", "", "\\x", "x" * 300, "ABSOLUTE"])
+def test_without_hooks_no_slug_leads_out_of_the_output_folder(slug: str, tmp_path: Path) -> None:
+    answers = {"project_slug": str(tmp_path / "absolute") if slug == "ABSOLUTE" else slug}
+    folder = str(tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"^error: project_slug is .*\n  project_slug="):
+        cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=folder, accept_hooks=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_code_passes_ruff_with_the_longest_slug(bake: Bake, tmp_path: Path) -> None:
+    for parallelism in CHOICES["parallelism"]:
+        for launcher in CHOICES["launcher"]:
+            answers = {"parallelism": parallelism, "launcher": launcher, "task": "language", "tracker": "tensorboard"}
+            bake(f"{parallelism}-{launcher}", project_slug="x" * LIMIT, **answers)
+    run(BIN / "ruff", "format", "--check", "--no-cache", ".", cwd=tmp_path)
+    run(BIN / "ruff", "check", "--no-cache", ".", cwd=tmp_path)
+
+
+def test_rendering_depends_only_on_the_answers(bake: Bake, tmp_path: Path) -> None:
+    """Through a replay, and with hooks off."""
+    answers = {"tracker": "tensorboard", "docker": True}
+    first = read_tree(bake("first", **answers))
+    folders = [str(tmp_path / name) for name in ("replayed", "bare")]
+    replayed = cookiecutter(str(TEMPLATE), replay=True, output_dir=folders[0])
+    words = {"no_input": True, "extra_context": answers, "accept_hooks": False}
+    bare = cookiecutter(str(TEMPLATE), output_dir=folders[1], **words)
+    assert first == read_tree(Path(replayed)) == read_tree(Path(bare))
+
+
+def names_of_packages() -> set[str]:
+    """Return the names of the packages that any project installs, and of those that they need, and their modules."""
+    files = [*TREE.rglob("constraints.txt"), *PARTS.rglob("constraints.txt")]
+    pins = [line for path in files for line in path.read_text().splitlines()]
+    todo, found = [Requirement(line).name for line in pins if line[:1].isalpha()], set[str]()
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name not in found:
+            found.add(name)
+            try:
+                needed = [Requirement(text) for text in requires(name) or []]
+            except PackageNotFoundError:
+                continue  # Not needed on this machine.
+            todo += [need.name for need in needed if need.marker is None or need.marker.evaluate({"extra": ""})]
+    owners = packages_distributions().items()
+    return found | {module for module, names in owners if found & set(map(canonicalize_name, names))}
+
+
+def names_of_files() -> set[str]:
+    """Return the names of a project's folders, and of the modules of its tests."""
+    folders = {path.name for path in TREE.iterdir() if path.is_dir()}
+    return folders | {name for path in (TREE / "tests").iterdir() for name in re.findall(r"(\w+)\.py\b", path.name)}
+
+
+def test_the_names_of_what_a_project_needs_and_no_others_are_reserved() -> None:
+    cuda = {"cuda", "cuda-bindings", "cuda-pathfinder", "nvidia", "triton"}  # What PyTorch's build with CUDA needs.
+    expected = [names_of_packages() | cuda, names_of_files()]
+    for names, wanted in zip(RESERVED.values(), expected, strict=True):
+        slugs = {name for name in map(canonicalize_name, wanted) if re.fullmatch(SLUG, name)} - PYTHON
+        assert names == sorted(slugs), json.dumps(sorted(slugs))
+
+
+def test_no_slug_is_the_name_of_a_module_and_the_better_one_works() -> None:
+    answers = derive()
+    for name in filter(re.compile(SLUG).fullmatch, [*RESERVED[PACKAGES], *RESERVED[FILES], *PYTHON, *keyword.kwlist]):
+        fault = check_answers.find_fault(answers | {"project_slug": name})
+        assert fault and check_answers.find_fault(answers | {"project_slug": fault[2]}) is None, name

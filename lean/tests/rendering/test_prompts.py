@@ -1,0 +1,68 @@
+"""The questions as a user sees them: asked on a terminal, in order, with their labels."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pexpect
+from asking import COOKIECUTTER, recorded
+from conftest import CHOICES, CONTEXT, QUESTIONS, TEMPLATE
+
+PROMPT = r"\)(?:\x1b\[[\d;]*m)*: "  # The end of the default, which is in parentheses and colored.
+
+
+def start(folder: Path) -> pexpect.spawn:
+    """Start cookiecutter on a terminal of 80 columns, and return the process."""
+    terminal = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    return pexpect.spawn(COOKIECUTTER, [str(TEMPLATE)], cwd=str(folder), env=terminal, encoding="utf-8", timeout=60)
+
+
+def answer_questions(folder: Path, **answers: str) -> pexpect.spawn:
+    """Answer each question, with Enter if there is no other answer, and return the finished process."""
+    child = start(folder)
+    for name in QUESTIONS:
+        label = CONTEXT["__prompts__"][name]
+        child.expect_exact(label if isinstance(label, str) else label["__prompt__"])
+        child.expect(PROMPT)
+        for choice in () if isinstance(label, str) else [label[choice] for choice in CHOICES[name]]:
+            assert f" - {choice}\r\n" in re.sub(r"\x1b\[[\d;]*m", "", child.before)  # On one line.
+        child.sendline(answers.get(name, ""))
+    child.expect(pexpect.EOF)
+    child.close()
+    return child
+
+
+def test_pressing_enter_at_every_question_renders_the_default_project(tmp_path: Path) -> None:
+    child = answer_questions(tmp_path)
+    assert child.exitstatus == 0 and "make setup" in child.before
+    assert (tmp_path / "my-experiment" / "src" / "my_experiment" / "parallel.py").exists()
+
+
+def test_choices_can_be_selected_by_number_and_the_slug_follows_the_name(tmp_path: Path) -> None:
+    answer_questions(tmp_path, project_name="2024 Run", launcher="2", docker="y", license="4")
+    choices = recorded(tmp_path / "experiment-2024-run")
+    assert (choices["launcher"], choices["docker"], choices["license"]) == ("spawn", "true", "Proprietary")
+
+
+def test_a_question_is_asked_again_after_an_invalid_choice(tmp_path: Path) -> None:
+    child = start(tmp_path)
+    for _ in QUESTIONS[: QUESTIONS.index("launcher")]:
+        child.expect(PROMPT)
+        child.sendline("")
+    child.expect_exact(CONTEXT["__prompts__"]["launcher"]["__prompt__"])
+    child.expect(PROMPT)
+    child.sendline("7")
+    child.expect("(?i)select one of the available options")
+    child.close(force=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rejected_answer_gets_one_line_and_a_command_with_all_the_others(tmp_path: Path) -> None:
+    child = answer_questions(tmp_path, project_name="{{ 1 }}", project_slug="torch", license="5")
+    assert child.exitstatus == 1
+    error, command = child.before.strip().split("\r\n")[-2:]
+    assert error.startswith("error: project_slug is 'torch', which is the name of an existing module")
+    assert "'project_name={{ 1 }}' project_slug=my-torch" in command and "license=none" in command
+    assert "Traceback" not in child.before and not list(tmp_path.iterdir())

@@ -1,0 +1,102 @@
+"""The template's own source: it parses and lints before it is rendered, and no fact is stated or used in vain."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import BIN, CHOICES, CONTEXT, QUESTIONS, TEMPLATE, run
+from renders import PARTS, TREE
+from test_render import parse
+
+SOURCES = [path for folder in (TREE, PARTS, TEMPLATE / "hooks") for path in folder.rglob("*") if path.is_file()]
+# A part of a file uses names that the rest of the file has, or has names that only the rest uses.
+OF_PARTS = "F401,F722,F821,I001"
+ORDER = "project_name project_slug description author parallelism task launcher cluster tracker docker license".split()
+DEFAULTS = {
+    "project_name": "My Experiment",
+    "description": "Distributed training in plain PyTorch",
+    "author": "Your Name",
+    "docker": False,
+    **{"parallelism": "ddp", "task": "digits", "launcher": "torchrun", "cluster": "none", "tracker": "none"},
+    "license": "MIT",
+}
+
+
+def test_the_questions_keep_their_order_and_defaults() -> None:
+    """They are an interface: replay files, cruft files and scripts depend on them."""
+    assert QUESTIONS == ORDER
+    for name, default in DEFAULTS.items():
+        first = CONTEXT[name][0] if isinstance(CONTEXT[name], list) else CONTEXT[name]
+        assert first == default and type(first) is type(default)
+    assert tomllib.loads((TEMPLATE / "pyproject.toml").read_text())["project"]["version"] == CONTEXT["_version"]
+
+
+def test_every_choice_has_a_label_that_says_when_to_pick_it_and_fits_80_columns() -> None:
+    """cookiecutter indents a choice by up to 9 columns, and adds a number and a default to a question."""
+    labels = CONTEXT["__prompts__"]
+    assert list(labels) == QUESTIONS
+    for name, values in CHOICES.items():
+        if values != [False, True]:
+            assert list(labels[name]) == ["__prompt__", *values]
+            assert all(labels[name][value].startswith(f"{value}: pick it ") for value in values)
+    for number, (name, label) in enumerate(labels.items(), 1):
+        question, *choices = [label] if isinstance(label, str) else label.values()
+        default = {"project_slug": "my-experiment"}.get(name, CONTEXT[name])
+        shown = f" ({default})" if isinstance(default, str) else ""
+        assert len(f"  [{number}/{len(labels)}] {question}{shown}: ") < 80, name
+        assert all(len(choice) <= 70 for choice in choices), name
+
+
+@pytest.mark.parametrize("suffix", [".py", ".yaml", ".yml", ".json", ".toml"])
+def test_a_template_parses_before_it_is_rendered(suffix: str) -> None:
+    """A part of a block or of a list, when it is taken out of it."""
+    for path in SOURCES:
+        if path.name.removesuffix("' else '' }}").endswith(suffix):
+            text = textwrap.dedent(path.read_text())
+            parse(path.name, (f"items = [\n{text}]" if suffix == ".toml" and text[0] == '"' else text).encode())
+
+
+def test_template_code_passes_ruff_before_it_is_rendered(tmp_path: Path) -> None:
+    """Line length aside, because variables are long, and what a part of a file cannot have."""
+    for number, path in enumerate(SOURCES):
+        if path.suffix == ".py":
+            (tmp_path / f"part_{number}.py").write_text(textwrap.dedent(path.read_text()))
+    rules = re.findall(r"^select = .*$", (TREE / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    run(BIN / "ruff", "check", f"--config=lint.{rules}", f"--ignore=E501,{OF_PARTS}", "--isolated", ".", cwd=tmp_path)
+
+
+def test_variables_stand_only_in_texts_of_python() -> None:
+    """In strings, comments and docstrings: code has none, so that it can be read and linted as it is."""
+    for path in SOURCES:
+        if path.suffix == ".py":
+            code = re.sub(r'"""[\s\S]*?"""|"[^"\n]*"|#.*', "", path.read_text())
+            assert "{{" not in code and "{%" not in code, path
+
+
+def test_paths_are_valid_on_windows() -> None:
+    for path in SOURCES:
+        assert not set('<>:"|?*\\') & set(str(path.relative_to(TEMPLATE))), path
+
+
+def test_every_fact_is_stated_by_one_question_and_used() -> None:
+    stated: dict[str, set[str]] = {}
+    for path in PARTS.rglob("facts.json"):
+        question, choice, _ = path.relative_to(PARTS).parts
+        assert choice in CHOICES[question]
+        for name in json.loads(path.read_text()).keys() - {"refuses"}:
+            stated.setdefault(name, set()).add(question)
+    texts = [str(path) + path.read_bytes().decode(errors="ignore") for path in SOURCES]
+    used = {name for text in texts for name in re.findall(r"fact\(['\"](\w+)['\"]\)", text)}
+    assert stated.keys() == used
+    assert all(len(questions) == 1 for questions in stated.values()), stated
+
+
+def test_each_choice_has_a_folder_and_no_folder_is_without_a_choice() -> None:
+    for question in PARTS.iterdir():
+        assert question.name in CHOICES
+        assert {folder.name for folder in question.iterdir()} <= {*map(str, CHOICES[question.name]), "shared"}

@@ -1,0 +1,77 @@
+"""What the proof needs from the dataset, the task and the model: each failure says in words what breaks it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import plain
+from support import TOLERANCE, module, settings
+
+SAMPLES, DROPOUTS = 8, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+@pytest.fixture
+def samples() -> Any:
+    """The training set."""
+    return module("dataset").build_datasets(settings())[0]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """The model in training mode, without dropout, at weights at which every layer has an effect."""
+    torch.manual_seed(0)
+    model: nn.Module = module("model").build_model(settings().model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    for layer in model.modules():
+        if isinstance(layer, DROPOUTS):
+            layer.p = 0.0
+    return model
+
+
+def compute(model: nn.Module, samples: Any, indices: range) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the losses and the weight of a batch, and the metrics of its samples."""
+    task = module("task").Task(settings(), torch.device("cpu"))
+    batch = module("dataset").collate_fn(plain.read(samples, 7, 0, indices))
+    inputs, targets = task.prepare(*batch)
+    outputs = model(inputs)
+    sums = {**task.losses(outputs, targets), "weight": torch.as_tensor(task.weight(targets), dtype=torch.float32)}
+    return sums, task.metrics(outputs, targets)
+
+
+def test_a_sample_is_a_function_of_seed_epoch_and_index(samples: Any) -> None:
+    first = [[leaf.clone() for leaf in tree_leaves(plain.read(samples, 7, 3, [i]))] for i in range(SAMPLES)]
+    for i in reversed(range(SAMPLES)):
+        for ours, theirs in zip(tree_leaves(plain.read(samples, 7, 3, [i])), first[i], strict=True):
+            assert torch.equal(ours, theirs), (
+                "a sample differs when it is read again: it depends on a counter, the time, a generator of its own or "
+                "the samples read before; draw from random, numpy.random or torch, which are seeded for each sample"
+            )
+
+
+@torch.no_grad()
+def test_a_sample_does_not_depend_on_the_others_of_its_batch(model: nn.Module, samples: Any) -> None:
+    whole = compute(model, samples, range(SAMPLES))
+    halves = [compute(model, samples, half) for half in (range(SAMPLES // 2), range(SAMPLES // 2, SAMPLES))]
+    for name, values in whole[1].items():
+        parts = torch.cat([half[1][name] for half in halves])
+        if values.is_floating_point():
+            assert (values - parts).norm() <= TOLERANCE * values.norm(), (
+                f"{name} of a sample depends on the other samples of its batch, through BatchNorm's statistics or the "
+                "padding; normalize each sample by itself, and mask what is padded"
+            )
+    for name, value in whole[0].items():
+        assert float(sum(half[0][name] for half in halves)) == pytest.approx(float(value), rel=TOLERANCE), (
+            f"{name} of a batch is not the sum over its samples: return sums from Task.losses, not means, and from "
+            "Task.weight what they are divided by"
+        )
+
+
+def test_every_parameter_gets_a_gradient(model: nn.Module, samples: Any) -> None:
+    compute(model, samples, range(SAMPLES))[0]["loss"].backward()
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not unused or settings().train.allow_unused, f"the loss does not depend on {unused}: use or freeze them"
