@@ -94,15 +94,18 @@ def read_tree(project: Path) -> dict[str, bytes]:
 
 @contextmanager
 def started(*words: str | Path, cwd: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a command, and kill what is left of it, in whatever process group, after the ``with`` block."""
-    mark = f"MARK={uuid4().hex}"
+    """Start a command, and kill what is left of it, in whatever process group, after the ``with`` block.
+
+    All its processes have the variable MARK.
+    """
+    environment = {"MARK": uuid4().hex, **environment}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | dict([mark.split("=")]) | environment
-    with subprocess.Popen([str(word) for word in words], cwd=cwd, env=environment, **pipes) as process:
+    with subprocess.Popen([str(word) for word in words], cwd=cwd, env=os.environ | environment, **pipes) as process:
         try:
             yield process
         finally:
-            for pid in find_processes(mark):
+            process.kill()
+            for pid in find_processes(f"MARK={environment['MARK']}"):
                 with suppress(ProcessLookupError):
                     os.kill(pid, SIGKILL)
 

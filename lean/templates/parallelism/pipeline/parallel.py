@@ -29,6 +29,7 @@ from .stages import Stage, assign_stages, outline_stages
 from .task import Task
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # The first stage gets only the number of a micro-batch.
 
 
 class Parallel:
@@ -42,8 +43,8 @@ class Parallel:
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
         self.task, self.process, self.device = task, process, process.device
-        self.config, self.microbatches, self.dp_size = config.parallel, config.train.microbatches, config.parallel.replicas
-        precision, kind = config.train.precision, self.device.type
+        self.config, self.microbatches = config.parallel, config.train.microbatches
+        precision, kind, self.dp_size = config.train.precision, self.device.type, config.parallel.replicas
         self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
         self.scaler = torch.amp.GradScaler(kind, enabled=False)
         # Ranks with the same stages are neighbors: averaging gradients sends more bytes than passing activations.
@@ -57,8 +58,7 @@ class Parallel:
         self.module, self.stages, self.schedule = nn.Sequential(), dict[int, Stage](), cast(Any, None)
         self.build_stages(config)
         # By the shapes of a pipeline's inputs: what each of this rank's stages gets and passes on, on the meta device.
-        self.forms: dict[Any, dict[int, Tensor]] = {}
-        self.shapes: Any = None  # Of the micro-batches that the schedule is for.
+        self.forms, self.shapes = dict[Any, dict[int, Tensor]](), cast(Any, None)  # The latter are the schedule's.
         self.names: list[str] = []  # Of the losses.
 
     def build_stages(self, config: Config) -> None:
@@ -83,7 +83,8 @@ class Parallel:
         name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
         """
         batches = split_batch((inputs, targets), self.microbatches)
-        self.prepare_schedule(batches[0][0])
+        if shapes_of(batches[0][0]) != self.shapes:
+            self.build_schedule(batches[0][0])
         self.targets, self.weight, self.totals = [targets for _, targets in batches], weight, dict[str, Tensor]()
         # A schedule splits only tensors, so it gets the numbers of the micro-batches instead of inputs and targets.
         numbers, first = torch.arange(self.microbatches), self.stages.get(0)
@@ -93,8 +94,7 @@ class Parallel:
         self.schedule.step(*[numbers] * (first is not None), target=target, return_outputs=False)
         self.average_gradients()
         self.names = self.names or next(filter(None, self.process.all_gather([*self.totals])))
-        zero = torch.zeros((), device=self.device)
-        return {name: self.totals.get(name, zero) for name in self.names}
+        return {name: self.totals.get(name, torch.zeros((), device=self.device)) for name in self.names}
 
     def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss; the schedule calls it right after the last stage."""
@@ -104,18 +104,16 @@ class Parallel:
             self.totals[name] = self.totals.get(name, 0) + loss.detach() / self.weight / self.dp_size
         return losses["loss"] / self.weight
 
-    def prepare_schedule(self, inputs: Any) -> None:
-        """Prepare the schedule for micro-batches of this shape; a collective."""
-        shapes = shapes_of(inputs)
-        if shapes == self.shapes:
-            return
-        if shapes not in self.forms:
+    def build_schedule(self, inputs: Any) -> None:
+        """Build the schedule for micro-batches with the shapes of these inputs; a collective."""
+        if shapes_of(inputs) not in self.forms:
             self.module.eval()  # BatchNorm's statistics stay as they are, and so do random numbers.
             devices = [] if self.device.type == "cpu" else [self.device]
             with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
                 self.predict(inputs)
             self.module.train()
-        forms, count = self.forms[shapes], len(self.owners)
+        self.shapes, count = shapes_of(inputs), len(self.owners)
+        forms = self.forms[self.shapes]
         stages = [
             PipelineStage(stage, index, count, self.device, forms[index], forms[index + 1], group=self.group)
             for index, stage in self.stages.items()
@@ -123,7 +121,6 @@ class Parallel:
         kind: Any = get_schedule_class(self.config.schedule)
         own = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         self.schedule = kind(own, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
-        self.shapes = shapes
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -144,9 +141,9 @@ class Parallel:
 
     def predict(self, inputs: Any) -> Any:
         """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
-        x, shapes, group, number = inputs, shapes_of(inputs), self.group, torch.empty(1, dtype=torch.int64, device="meta")
+        x, shapes, group = inputs, shapes_of(inputs), self.group
         is_new = shapes not in self.forms  # Then stages also send each other the shape of what they pass on.
-        forms = self.forms.setdefault(shapes, {0: number, len(self.owners): number})
+        forms = self.forms.setdefault(shapes, {0: NUMBER, len(self.owners): NUMBER})
         for index, stage in self.stages.items():
             if index > 0 and index - 1 not in self.stages:
                 source, message = self.owners[index - 1], list[Any]([None])
@@ -177,12 +174,11 @@ class Parallel:
 
     def average_buffers(self) -> None:
         """Average BatchNorm's running statistics over the pipelines, which have seen other samples."""
-        for layer in self.module.modules():
-            if isinstance(layer, BATCH_NORMS):
-                for statistics in (layer.running_mean, layer.running_var):
-                    if statistics is not None:
-                        dist.all_reduce(statistics, group=self.dp_group)
-                        statistics /= self.dp_size
+        layers = [layer for layer in self.module.modules() if isinstance(layer, BATCH_NORMS)]
+        for statistics in [each for layer in layers for each in (layer.running_mean, layer.running_var)]:
+            if statistics is not None:
+                dist.all_reduce(statistics, group=self.dp_group)
+                statistics /= self.dp_size
 
     def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
         """Return the weights of the whole model, and the optimizer's state of each parameter, on rank 0's CPU."""
@@ -201,8 +197,7 @@ class Parallel:
 
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
         """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
-        own: dict[str, Any] = {}
-        own_state: dict[str, Any] = {}
+        own, own_state = dict[str, Any](), dict[str, Any]()
         for name in self.process.on_main(lambda: [*model]):
             entry = [model.get(name), (state or {}).get(name)]
             dist.broadcast_object_list(entry, 0, self.process.cpu_group)

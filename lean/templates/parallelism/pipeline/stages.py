@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from .config import ModelConfig, ParallelConfig, UserError
 from .model import build_model
 
-
 # If a stage fails, it would print the whole schedule.
 logging.getLogger("torch.distributed.pipelining.schedules").disabled = True
 
@@ -57,15 +56,10 @@ def outline_stages(config: ModelConfig, count: int) -> tuple[list[int], dict[str
     Returns:
         The stage of each block, and the stage of each parameter and buffer by its name.
     """
-    wrapped: list[nn.Module] = []
-
-    def wrap(block: nn.Module) -> nn.Module:
-        wrapped.append(block)
-        return block
-
+    wrapped: dict[nn.Module, nn.Module] = {}
     with torch.device("meta"):
-        model: Any = build_model(config, wrap)
-    if type(model) is not nn.Sequential or [*model] != wrapped:
+        model: Any = build_model(config, lambda block: wrapped.setdefault(block, block))
+    if type(model) is not nn.Sequential or [*model] != [*wrapped]:
         raise UserError("a pipeline splits a sequence: build_model has to return an nn.Sequential of what it wraps")
     if count > len(model):
         raise UserError(f"the model has {len(model)} blocks, too few for {count} stages; start fewer ranks")
@@ -77,5 +71,5 @@ def outline_stages(config: ModelConfig, count: int) -> tuple[list[int], dict[str
         for name, parameter in block.named_parameters(label):
             other = users.setdefault(parameter, name)
             if places[other] != stage:
-                raise UserError(f"{name} is also {other}, in another stage of the pipeline; untie them or start fewer ranks")
+                raise UserError(f"{name} is also {other}, which is in another stage; untie them or start fewer ranks")
     return stages, places

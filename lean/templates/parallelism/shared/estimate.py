@@ -58,29 +58,29 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
         peaks[rank] = at_peak["total"] / GIB
     worst = max(peaks, key=lambda rank: peaks[rank])
     if memory is not None:
-        print(f"{'fits' if peaks[worst] <= memory else 'does not fit'}: {peaks[worst]:.3f} of {memory:g} GiB")
+        verdict = "fits into" if peaks[worst] <= memory else "does not fit into"
+        print(f"{peaks[worst]:.3f} GiB {verdict} {memory:g}; not counted: CUDA, NCCL, workspaces, fragmentation")
         if peaks[worst] > memory:
             print("with other settings:")
             for text, changed, ranks in change(config, world_size):
-                at_peak, _, _ = simulate(changed, worst and ranks - 1, ranks)
-                print(f"  {text:36}{at_peak['total'] / GIB:13.3f}", flush=True)
+                with suppress(UserError):  # Settings that do not work together.
+                    changed.check(ranks, trains=True)
+                    at_peak, _, _ = simulate(changed, ranks - 1 if worst else 0, ranks)
+                    print(f"  {text:36}{at_peak['total'] / GIB:13.3f}", flush=True)
 
 
 def change(config: Config, world_size: int) -> Iterator[tuple[str, Config, int]]:
     """Yield changes that may need less memory, and the settings and the number of ranks that they lead to."""
     single = config.data.global_batch_size // config.parallel.dp_size(world_size)
     combined = deepcopy(config)
-    candidates = [("all of these", combined, world_size), (f"--ranks {2 * world_size}", config, 2 * world_size)]
-    for section, name, value in [("train", "microbatches", single), *CHANGES][::-1]:
-        changed = deepcopy(config)
-        if getattr(getattr(config, section), name, value) != value:
+    for section, name, value in [*CHANGES, ("train", "microbatches", single)]:
+        if getattr(getattr(config, section), name) != value:
+            changed = deepcopy(config)
             for each in (changed, combined):
                 setattr(getattr(each, section), name, value)
-            candidates.insert(0, (f"--{section}.{name} {str(value).lower()}", changed, world_size))
-    for candidate in candidates:
-        with suppress(UserError):  # Settings that do not work together.
-            candidate[1].check(candidate[2], trains=True)
-            yield candidate
+            yield f"--{section}.{name} {str(value).lower()}", changed, world_size
+    yield "all of these", combined, world_size
+    yield f"--ranks {2 * world_size}", config, 2 * world_size
 
 
 class Ledger(FakeTensorMode):

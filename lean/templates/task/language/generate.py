@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .config import Config
+from .config import Config, UserError
 from .distributed import Process
 from .evaluate import load_experiment
 
@@ -22,6 +22,8 @@ def generate(
         temperature: Below 1, likely bytes become more likely; 0 picks the most likely one.
         config, given, process: As for ``load_experiment``.
     """
+    if length < 1 or not temperature >= 0:
+        raise UserError(f"--length is {length} and --temperature {temperature}; give 1 or more, and 0 or more")
     _, parallel, _, _ = load_experiment(path, config, given, process)
     parallel.module.eval()
     generator = torch.Generator().manual_seed(config.run.seed)
