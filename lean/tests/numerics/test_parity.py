@@ -15,6 +15,8 @@ import pytest
 import torch
 from conftest import CHOICES, Bake, find_processes, launch, started, wait_until
 
+import check_answers
+
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5  # How much a split may change a result, relative to it: what different rounding does, and some more.
@@ -56,13 +58,19 @@ TASKS = {
         "train.clip_grad_norm": 0.5,
     },
 }
-# The ranks of a strategy that is one process, or that needs several.
-RANKS = {"data_parallel": [1], "tensor": [2, 4]}
+
+
+def ranks(parallelism: str) -> list[int]:
+    """Return numbers of ranks that a strategy runs on; one that is a single process states so."""
+    single = check_answers.read_json(f"templates/parallelism/{parallelism}/facts.json").get("nproc")
+    return [int(single)] if single else [1, 2, 4]
+
+
 CASES = [
     pytest.param(parallelism, task, nproc, id=f"{parallelism}-{task}-{nproc}")
     for parallelism in CHOICES["parallelism"]
     for task in TASKS
-    for nproc in RANKS.get(parallelism, [1, 2, 4])
+    for nproc in ranks(parallelism)
 ]
 ORACLES: dict[str, oracle.Result] = {}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from renders import ASIDE, File, Recorder, combinations, refusal
@@ -19,45 +20,57 @@ UNMARKED = r"\bLocalElasticAgent\b|\bsys\.excepthook ="
 PUBLIC = r"os\._exit|aten\..*"
 
 
+class Size(NamedTuple):
+    """The size of one file; what is about code is 0 for other files."""
+
+    lines: int
+    longest_function: int = 0
+    settings: int = 0
+    private: frozenset[str] = frozenset()
+    average_line: int = 0  # Rounded up; that of a file of a few lines is 0: it is a docstring.
+
+
+@functools.cache
+def size_of(file: File) -> Size:
+    lines = file.content.decode().splitlines()
+    if not file.path.endswith(".py"):
+        return Size(len(lines))
+    tree = ast.parse(file.text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    longest = max([node.end_lineno - node.lineno + 1 for node in functions], default=0)
+    average = -(-sum(map(len, lines)) // len(lines)) if len(lines) > 10 else 0
+    return Size(len(lines), longest, len(settings(file)), frozenset(private_names(tree, file.text)), average)
+
+
 def measure(files: list[File]) -> dict[str, int]:
     """Return the sizes of one project."""
-    read = [file for file in files if not file.path.endswith(ASIDE)]
-    code = [file for file in read if file.path.endswith(".py")]
-    source = [file for file in code if file.path.startswith("src/")]
-    functions = [node for file in code for node in ast.walk(ast.parse(file.text)) if isinstance(node, ast.FunctionDef)]
+    every = {file.path: size_of(file) for file in files if not file.path.endswith(ASIDE)}
+    code = {path: size for path, size in every.items() if path.endswith(".py")}
+    source = [size for path, size in code.items() if path.startswith("src/")]
     return {
-        "lines of src": sum(map(count_lines, source)),
+        "lines of src": sum(size.lines for size in source),
         "files of src": len(source),
-        "longest file": max(map(count_lines, code)),
-        "longest function": max(node.end_lineno - node.lineno + 1 for node in functions),
-        "README": sum(count_lines(file) for file in read if file.path == "README.md"),
-        "tests": sum(count_lines(file) for file in code if file.path.startswith("tests/")),
-        "settings": sum(len(settings(file)) for file in source if file.path.endswith("/config.py")),
-        "all that is rendered": sum(map(count_lines, read)),
-        "private interfaces": len({name for file in source for name in private_names(file.text)}),
-        "characters in an average line of a file": max(map(average_line, source)),
+        "longest file": max(size.lines for size in code.values()),
+        "longest function": max(size.longest_function for size in code.values()),
+        "README": every["README.md"].lines,
+        "tests": sum(size.lines for path, size in code.items() if path.startswith("tests/")),
+        "settings": sum(size.settings for size in source),
+        "all that is rendered": sum(size.lines for size in every.values()),
+        "private interfaces": len(frozenset().union(*(size.private for size in source))),
+        "characters in an average line of a file": max(size.average_line for size in source),
     }
 
 
-def count_lines(file: File) -> int:
-    return len(file.content.splitlines())
-
-
-def average_line(file: File) -> int:
-    """Return the average length of a file's lines, rounded up; a file of a few lines is a docstring."""
-    lines = file.text.splitlines()
-    return -(-sum(map(len, lines)) // len(lines)) if len(lines) > 10 else 0
-
-
 def settings(file: File) -> list[str]:
-    """Return the settings that a file defines: the fields of its dataclasses, without that of all sections."""
+    """Return the settings that a file defines: the fields of the dataclasses of config.py, but of all sections."""
     sections = [node for node in ast.parse(file.text).body if isinstance(node, ast.ClassDef) and node.name != "Config"]
-    return [ast.unparse(field) for section in sections for field in section.body if isinstance(field, ast.AnnAssign)]
+    fields = [field for section in sections for field in section.body if isinstance(field, ast.AnnAssign)]
+    return [ast.unparse(field.target) for field in fields] if file.path.endswith("/config.py") else []
 
 
-def private_names(text: str) -> Iterator[str]:
+def private_names(tree: ast.AST, text: str) -> Iterator[str]:
     """Yield the private interfaces of Python and of packages that a file uses: names with an underscore in front."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import tomllib
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,8 @@ def parse(name: str, content: bytes) -> None:
         json.loads(content)
     elif suffix == ".toml":
         tomllib.loads(content.decode())
+    elif suffix == ".xml":
+        ElementTree.fromstring(content)
 
 
 def test_pyproject_records_the_answers(rendering: Rendering) -> None:

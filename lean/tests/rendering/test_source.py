@@ -52,13 +52,23 @@ def test_every_choice_has_a_label_that_says_when_to_pick_it_and_fits_80_columns(
         assert all(len(choice) <= 70 for choice in choices), name
 
 
-@pytest.mark.parametrize("suffix", [".py", ".yaml", ".yml", ".json", ".toml"])
+@pytest.mark.parametrize("suffix", [".py", ".yaml", ".yml", ".json", ".toml", ".xml"])
 def test_a_template_parses_before_it_is_rendered(suffix: str) -> None:
-    """A part of a block or of a list, when it is taken out of it."""
     for path in SOURCES:
         if path.name.removesuffix("' else '' }}").endswith(suffix):
-            text = textwrap.dedent(path.read_text())
-            parse(path.name, (f"items = [\n{text}]" if suffix == ".toml" and text[0] == '"' else text).encode())
+            parse(path.name, complete(path.read_text(), suffix).encode())
+
+
+def complete(text: str, suffix: str) -> str:
+    """Return a template that is a part of a file as a whole one: of a block, or the items of a list or an object."""
+    text = textwrap.dedent(text)
+    if suffix == ".json":  # Which has no comments.
+        text = re.sub(r"^ *#::.*::#$", "", text, flags=re.MULTILINE)
+    if text.startswith('"') and suffix == ".json":
+        return f"{{{text.strip().removesuffix(',')}}}"
+    if text.startswith('"') and suffix == ".toml":
+        return f"items = [\n{text}]"
+    return f"<part>{text}</part>" if suffix == ".xml" else text
 
 
 def test_template_code_passes_ruff_before_it_is_rendered(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ TRACES: dict[tuple[str, object], str] = {
     ("parallelism", "tensor"): r"tensor.parallel|tensor_plan|rowwise|plan\.py",
     ("parallelism", "data_parallel"): r"nn\.DataParallel",
     ("task", "digits"): r"\bUCI\b|\bdigits\b|accuracy|pixel|GroupNorm",
-    ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|\bGPT\b|\bprompt\b",
+    ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|\bGPT\b",
     ("task", "control"): r"gymnasium|CartPole|gae_lambda|advantages?\b|\bepisodes?\b",
     ("tracker", "tensorboard"): r"tensorboard(?!_trace_handler)|SummaryWriter",
     ("tracker", "wandb"): r"wandb|Weights & Biases",

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import statistics
@@ -28,8 +29,6 @@ from .distributed import Process, find_ranks, setup
 Row = tuple[str, str, str]  # pass, warn or fail; the check; what it found.
 WAIT = 60.0  # Seconds that machines and ranks wait for each other.
 EQUAL = ("versions", "code", "settings")  # These have to be the same on all ranks.
-SLOW = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE")
-REPEATS = 5
 MIB, GIB = 2**20, 2**30
 
 
@@ -41,31 +40,38 @@ def meet() -> int:
         if nodes > 1:
             connect(host, port, node_rank) if node_rank else wait_for_machines(port, nodes)
     except OSError as error:
-        text = f"machine {node_rank}, {socket.gethostname()}: {host}, port {port}: {error.strerror or error}"
-        return print_rows([("fail", "rendezvous", f"{text}; HEAD is machine 0, start all within a minute")])
+        text = f"machine {node_rank}, {socket.gethostname()}: {host}, port {port}: {error.strerror or error}; "
+        return print_rows([("fail", "rendezvous", text + "HEAD is machine 0; start all within a minute")])
     return 0
 
 
 def wait_for_machines(port: int, nodes: int) -> None:
-    """Listen until all other machines have connected; raises OSError after WAIT seconds."""
-    missing, deadline, dual = set(range(1, nodes)), time.monotonic() + WAIT, socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", port), family=family, dualstack_ipv6=dual) as server:
+    """Listen until all other machines have connected, and tell them; raises OSError after WAIT seconds."""
+    missing, connections, deadline = set(range(1, nodes)), [], time.monotonic() + WAIT
+    both = socket.has_dualstack_ipv6()  # IPv4 and IPv6.
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
         while missing:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                missing.discard(int(server.accept()[0].recv(9)))
+                connections.append(server.accept()[0])
             except TimeoutError:
                 raise OSError(f"machine(s) {', '.join(map(str, sorted(missing)))} did not connect") from None
+            missing.discard(int(connections[-1].recv(9)))
+        for connection in connections:
+            connection.sendall(b"met")
 
 
 def connect(host: str, port: int, node_rank: int) -> None:
-    """Tell the first machine which one this is; raises OSError after WAIT seconds."""
+    """Tell the first machine which one this is, and wait for the others; raises OSError after WAIT seconds."""
     deadline = time.monotonic() + WAIT
     while True:
         try:
-            with socket.create_connection((host, port), timeout=5) as connection:
-                return connection.sendall(str(node_rank).encode())
+            with socket.create_connection((host, port), timeout=WAIT) as connection:
+                connection.sendall(str(node_rank).encode())
+                if connection.recv(3) == b"met":
+                    return
+                raise OSError("it is not this doctor that listens there")
         except OSError:
             if time.monotonic() > deadline:
                 raise
@@ -75,8 +81,7 @@ def connect(host: str, port: int, node_rank: int) -> None:
 def doctor(config: Config) -> int:
     """Check this rank's machine and the process group, on every rank; rank 0 prints. Returns the exit code."""
     config.distributed.timeout_seconds = min(config.distributed.timeout_seconds, WAIT)
-    run_dir = Path(config.run.dir).absolute()
-    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    folder = next(path for path in Path(config.run.dir, "file").absolute().parents if path.exists())
     rows = [*identify(config), check_host_name(), *check_interfaces(), check_variables()]
     if os.environ.get("LOCAL_RANK", "0") == "0":
         rows += [check_shared_memory(), check_disk(folder)]
@@ -168,16 +173,16 @@ def check_interfaces() -> list[Row]:
 
 
 def check_variables() -> Row:
-    """List the variables of NCCL and gloo that are set."""
-    names = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")))
-    slow = [name for name in SLOW if os.environ.get(name, "0") != "0"]
-    text = ", ".join(f"{name}={os.environ[name]}" for name in names) or "none set"
-    return ("warn", "variables", f"{text}; {', '.join(slow)} slow NCCL down") if slow else ("pass", "variables", text)
+    """List the variables of NCCL and gloo; those that take a fast path from NCCL are worth a second thought."""
+    found = {name: value for name, value in sorted(os.environ.items()) if re.match("(TORCH_)?NCCL_|GLOO_", name)}
+    text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none set"
+    is_slow = any(re.match("NCCL_(P2P|IB|SHM)_DISABLE", name) and value != "0" for name, value in found.items())
+    return "warn" if is_slow else "pass", "variables", text
 
 
 def check_shared_memory() -> Row:
     """Check the memory through which loaders and NCCL pass data within a machine."""
-    free = shutil.disk_usage("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()).free
+    free = shutil.disk_usage("/dev/shm" if os.path.exists("/dev/shm") else "/").free
     text = f"{free / MIB:.0f} MiB free; a container gets more by --ipc=host"
     return "pass" if free >= GIB else "warn" if free > 64 * MIB else "fail", "/dev/shm", text
 
@@ -185,10 +190,9 @@ def check_shared_memory() -> Row:
 def check_disk(folder: Path) -> Row:
     """Check that run.dir can be written, and how fast, by a file that has no name and cannot stay behind."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             start = time.perf_counter()
             file.write(os.urandom(32 * MIB))
-            file.flush()
             os.fsync(file.fileno())
             speed = 32 / (time.perf_counter() - start)
         free = shutil.disk_usage(folder).free / GIB
@@ -212,14 +216,14 @@ def check_process_group(config: Config) -> list[Row]:
 def check_clocks(process: Process) -> Row:
     """Compare the ranks' clocks as they leave a barrier, which is exact to some milliseconds."""
     stamps = []
-    for _ in range(REPEATS):
+    for _ in range(5):
         dist.barrier(group=process.cpu_group)
         stamps.append(time.time())
     ranks = process.all_gather(stamps)
     ahead = [statistics.median(a - b for a, b in zip(own, ranks[0], strict=True)) for own in ranks]
     apart = max(ahead) - min(ahead)
     text = f"{1000 * apart:.1f} ms apart, rank {ahead.index(max(ahead))} is ahead"
-    return ("pass", "clocks", text) if apart < 1 else ("warn", "clocks", f"{text}; synchronize them (NTP)")
+    return "pass" if apart < 1 else "warn", "clocks", text
 
 
 def check_all_reduce(process: Process) -> list[Row]:
@@ -231,7 +235,7 @@ def check_all_reduce(process: Process) -> list[Row]:
     world_size, rows = process.world_size, []
     for size in (MIB, 64 * MIB):
         seconds, right = [], True
-        for _ in range(REPEATS):
+        for _ in range(5):
             tensor = torch.full((size // 4,), process.rank + 1.0, device=process.device)
             dist.barrier(group=process.cpu_group)
             start = time.perf_counter()

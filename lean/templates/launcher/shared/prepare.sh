@@ -7,7 +7,10 @@ mistake() { echo "error: $1" >&2 && exit 2; }
 "$python" -c 'from importlib.metadata import version as v; v("torch"), v("jsonargparse")' 2>/dev/null ||
     mistake "$python lacks this project's packages; run 'make setup' first, or set PYTHON"
 
-case " $* " in *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " estimate "*) exec "$python" -m {{ cookiecutter.__package }} "$@" ;; esac
+case " $* " in
+    *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " estimate "*)
+        exec "$python" -m {{ cookiecutter.__package }} "$@" ;;
+esac
 gpus="${CUDA_VISIBLE_DEVICES-$(cd /dev && ls -d nvidia[0-9]* 2>/dev/null || true)}"
 gpus=$(wc -w <<<"${gpus//,/ }")
 nproc="${NPROC:-{{ fact("nproc") or "$((gpus ? gpus : 2))" }}}" nodes="${NODES:-1}" number='[1-9][0-9]{0,4}'
@@ -20,6 +23,5 @@ WORLD_SIZE=$((nodes * nproc)) "$python" -m {{ cookiecutter.__package }} --prefli
 # The ranks share the processors. glibc keeps freed memory: new pages would take up to a tenth of a step.
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}"
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-268435456}"
-# Python would report loaders' semaphores, which a rank that fails leaves to it, after the line that matters.
-export PYTHONWARNINGS="${PYTHONWARNINGS:+$PYTHONWARNINGS,}ignore:resource_tracker:UserWarning"
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
+export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-268435456}"

@@ -26,6 +26,7 @@ def launch(argv: list[str], nproc: int) -> int:
     store = dist.TCPStore(host, port, is_master=node_rank == 0, wait_for_workers=False)  # Port 0: any free one.
     environment = {"WORLD_SIZE": str(nodes * nproc), "MASTER_ADDR": host, "MASTER_PORT": str(store.port)}
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # Rank 0 opens no store; this one remains if it fails.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # It would report what ranks leave to it.
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
     code = wait(mp.spawn(run_rank, (node_rank * nproc, environment, argv), nproc, join=False).processes, received)

@@ -9,9 +9,11 @@ CUDA and NCCL need, temporary memory inside a kernel, and fragmentation. Attenti
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -21,7 +23,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from .config import Config, UserError
 from .dataset import collate_fn
@@ -31,42 +32,35 @@ from .optim import build_optimizer
 
 GIB, OTHERS = 2**30, "activations, buffers, messages"
 # Settings that may need less memory and leave the global batch as it is, with their values.
-CHANGES = [
-    ("train", "activation_checkpointing", True),
-    ("train", "precision", "bf16"),
-    ("parallel", "replicas", 1),
-]
-Storages = list[tuple[ReferenceType[Any], int]]  # What was in use at some time, and its bytes.
-
+CHANGES = [("train", "activation_checkpointing", True), ("train", "precision", "bf16"), ("parallel", "replicas", 1)]
 aten = torch.ops.aten
-# PyTorch has no formulas of attention on a CPU.
-FLOPS = flop_registry | {
-    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
+Storages = list[tuple[ReferenceType[Any], int]]  # What was in use at some time, and its bytes.
 
 
 def estimate(config: Config, world_size: int, memory: float | None) -> None:
     """Print what a step needs; if it is more than ``memory`` GiB, also what it would need with other settings."""
     config.train.compile = False  # Compiled blocks need about as much.
-    peaks = {}
-    for rank in sorted({0, world_size - 1}):
-        at_peak, after_backward, flops = simulate(config, rank, world_size)
-        print(f"rank {rank} of {world_size}, {flops:.2g} operations\n{'GiB':40}at its peak  after backward")
-        for kind, size in at_peak.items():
-            print(f"  {kind:36}{size / GIB:13.3f}{after_backward[kind] / GIB:16.3f}")
-        peaks[rank] = at_peak["total"] / GIB
-    worst = max(peaks, key=lambda rank: peaks[rank])
-    if memory is not None:
-        verdict = "fits into" if peaks[worst] <= memory else "does not fit into"
-        print(f"{peaks[worst]:.3f} GiB {verdict} {memory:g}; not counted: CUDA, NCCL, workspaces, fragmentation")
-        if peaks[worst] > memory:
-            print("with other settings:")
-            for text, changed, ranks in change(config, world_size):
-                with suppress(UserError):  # Settings that do not work together.
-                    changed.check(ranks, trains=True)
-                    at_peak, _, _ = simulate(changed, ranks - 1 if worst else 0, ranks)
-                    print(f"  {text:36}{at_peak['total'] / GIB:13.3f}", flush=True)
+    # A process simulates one rank and ends, because PyTorch caches process groups.
+    with ProcessPoolExecutor(4, get_context("spawn"), max_tasks_per_child=1) as pool:
+        ranks, peaks = sorted({0, world_size - 1}), list[float]()  # These two may differ most.
+        for at_peak, after_backward in pool.map(partial(simulate, config, world_size), ranks):
+            print(f"{f'rank {ranks[len(peaks)]}, GiB':40}at its peak  after backward")
+            for kind, size in at_peak.items():
+                print(f"  {kind:36}{size / GIB:13.3f}{after_backward[kind] / GIB:16.3f}")
+            peaks.append(at_peak["total"] / GIB)
+        if memory is None or max(peaks) <= memory:
+            limit = "" if memory is None else f", which fits into {memory:g}"
+            print(f"{max(peaks):.3f} GiB{limit}; not counted: CUDA, NCCL, workspaces, fragmentation")
+            return
+        print(f"{max(peaks):.3f} GiB do not fit into {memory:g}; with other settings:")
+        is_last = peaks[0] < peaks[-1]
+        tables = {
+            text: pool.submit(simulate, changed, count, count - 1 if is_last else 0)
+            for text, changed, count in change(config, world_size)
+        }
+        for text, table in tables.items():
+            with suppress(UserError):  # These settings do not work together.
+                print(f"  {text:38}{table.result()[0]['total'] / GIB:11.3f}", flush=True)
 
 
 def change(config: Config, world_size: int) -> Iterator[tuple[str, Config, int]]:
@@ -84,13 +78,9 @@ def change(config: Config, world_size: int) -> Iterator[tuple[str, Config, int]]
 
 
 class Ledger(FakeTensorMode):
-    """In a ``with`` block, computes shapes instead of values, and records memory and operations.
+    """In a ``with`` block, computes shapes instead of values, and records what memory is in use.
 
     PyTorch has no public class for that. A number that a program reads is 1, and a comparison False.
-
-    Attributes:
-        peak: What was in use when most was, since ``reset``.
-        flops: Operations of matrix products, convolutions and attention since then.
     """
 
     def __init__(self) -> None:
@@ -98,13 +88,8 @@ class Ledger(FakeTensorMode):
         # Without this memo of weak references, because module.to() moves no parameter that has one.
         self.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
         self.in_use: dict[int, tuple[ReferenceType[Any], int]] = {}
-        self.bytes = self.depth = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the peak and the operations so far."""
         self.peak: Storages = []
-        self.peak_bytes = self.flops = 0
+        self.bytes = self.peak_bytes = self.depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket
@@ -120,9 +105,8 @@ class Ledger(FakeTensorMode):
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.depth -= 1
-        if not self.depth and outputs is not NotImplemented:  # Not an operation that only finds the shape of another.
-            self.record(tensors + tree_leaves(outputs))
-            self.flops += FLOPS[name](*args, **kwargs, out_val=outputs) if name in FLOPS else 0
+        if not self.depth:  # Not an operation that only finds the shape of another.
+            self.record([*tensors, *tree_leaves(outputs)])
         return outputs
 
     def record(self, tensors: list[Any]) -> None:
@@ -171,30 +155,26 @@ def build(config: Config, process: Process) -> tuple[Any, Any, Any, Any]:
     return task, parallel, build_optimizer(parallel.module, config.optim), batch
 
 
-def simulate(config: Config, rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """Take two steps as one of the ranks; the first one creates the optimizer's state.
-
-    Returns:
-        The bytes in use by kind, and their total, at the peak and after backward, and the operations of a step.
-    """
+def simulate(config: Config, world_size: int, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Take two steps as one of the ranks; returns the bytes in use by kind at the peak, and after backward."""
+    config.check(world_size, trains=True)
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     process = Alone(rank, world_size, torch.device("cpu"), dist.group.WORLD, dist.group.WORLD, dist.HashStore())
     with Ledger() as ledger:
         task, parallel, optimizer, batch = build(config, process)
-        for _ in range(2):
+        for _ in range(2):  # The first step creates the optimizer's state.
             optimizer.zero_grad()
-            ledger.reset()
+            ledger.peak_bytes = 0
             inputs, targets = task.prepare(*batch)
             parallel.forward_backward(inputs, targets, task.weight(targets))
             after_backward = ledger.measure()
             parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
             optimizer.step()
         parameters = [*parallel.module.parameters()]
-        kinds = {"parameters": parameters, "gradients": [parameter.grad for parameter in parameters]}
-        kinds["optimizer state"] = tree_leaves(list(optimizer.state.values()))
-        tables = divide(ledger.peak, kinds), divide(after_backward, kinds), ledger.flops
-    dist.destroy_process_group()
-    return tables
+        kinds = {"parameters": parameters, "gradients": [p.grad for p in parameters if p.grad is not None]}
+        state = tree_leaves(list(optimizer.state.values()))
+        kinds["optimizer state"] = [leaf for leaf in state if isinstance(leaf, Tensor)]
+    return divide(ledger.peak, kinds), divide(after_backward, kinds)
 
 
 def divide(storages: Storages, kinds: dict[str, list[Any]]) -> dict[str, int]:
@@ -202,9 +182,8 @@ def divide(storages: Storages, kinds: dict[str, list[Any]]) -> dict[str, int]:
     owners = {}
     for kind, tensors in kinds.items():
         for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                owners[id(local.untyped_storage())] = kind
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            owners[id(local.untyped_storage())] = kind
     sizes = dict.fromkeys([*kinds, OTHERS, "total"], 0)
     for reference, size in storages:
         sizes[owners.get(id(reference()), OTHERS)] += size

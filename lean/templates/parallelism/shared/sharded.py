@@ -4,7 +4,6 @@ The format is that of ``torch.distributed.checkpoint``. A run resumes from it un
 that you trust: unlike a full checkpoint, it is read with pickle, and has no checksums.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -30,7 +29,7 @@ class Checkpointer(checkpoint.Checkpointer):
         super().__init__(parallel, optimizer, lengths, config, process)
         self.group = dist.new_group(backend="gloo")  # Its messages never mix with those of training.
         self.pending: Any = None
-        self.final = Path()
+        self.final = self.partial = Path()
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is after ``progress.step`` steps; a sharded checkpoint is written in the background."""
@@ -38,12 +37,15 @@ class Checkpointer(checkpoint.Checkpointer):
             return super().save(progress)
         self.finish()
         self.parallel.average_buffers()
-        content = self.local_state()
-        self.check_finite(progress.step)
-        content["header"] = json.dumps(self.header(progress))
+        parameters = self.parallel.module.named_parameters()
+        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters}
+        if bad := max(self.process.all_gather([name for name, part in local.items() if not part.isfinite().all()])):
+            raise UserError(f"{bad[0]} is not finite after step {progress.step}, which is not saved")
         self.final = self.folder / f"step-{progress.step:08d}.dcp"
-        self.process.on_main(self.make_room)
-        self.pending = dcp.async_save(content, checkpoint_id=self.partial(), process_group=self.group)
+        self.partial = self.final.with_suffix(".dcp.tmp")
+        self.process.on_main(self.clear)
+        content = self.local_state() | {"header": json.dumps(self.header(progress))}
+        self.pending = dcp.async_save(content, checkpoint_id=self.partial, process_group=self.group)
         self.pending.add_done_callback(self.publish)
 
     def local_state(self) -> dict[str, Any]:
@@ -51,28 +53,16 @@ class Checkpointer(checkpoint.Checkpointer):
         model, optimizer = dsd.get_state_dict(self.parallel.module, self.optimizer)
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
 
-    def check_finite(self, step: int) -> None:
-        """Reject weights that are not finite, on any rank."""
-        parameters = self.parallel.module.named_parameters()
-        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters}
-        bad = self.process.all_gather([name for name, part in local.items() if not part.isfinite().all()])
-        for name in itertools.chain(*bad):
-            raise UserError(f"{name} is not finite after step {step}, which is not saved")
-
-    def partial(self) -> Path:
-        """Return the folder of a checkpoint that is not complete."""
-        return self.final.with_name(f"{self.final.name}.tmp")
-
-    def make_room(self) -> None:
+    def clear(self) -> None:
         """Remove what an earlier start of this run left of the same step."""
-        for path in (self.final, self.partial()):
+        for path in (self.final, self.partial):
             shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, future: Any) -> None:
         """Give a checkpoint its name when it is complete, which rank 0 is the last to know."""
         if self.process.rank == 0 and not future.exception():
             with suppress(FileNotFoundError):  # Done already.
-                os.replace(self.partial(), self.final)
+                os.replace(self.partial, self.final)
 
     def finish(self) -> None:
         """Wait until a pending checkpoint is complete; raises what went wrong."""
@@ -83,7 +73,7 @@ class Checkpointer(checkpoint.Checkpointer):
 
     def restore(self) -> tuple[Progress, list[str]]:
         """Load what the run starts from; of a sharded checkpoint, each rank reads its own part."""
-        newest = self.process.on_main(lambda: ([Path(), *list_checkpoints(self.folder)])[-1])
+        newest = self.process.on_main(lambda: [Path(), *list_checkpoints(self.folder)][-1])
         if newest.suffix != ".dcp" or self.config.checkpoint.resume == "never":
             return super().restore()
         self.process.on_main(lambda: lock(Path(self.config.run.dir)))
@@ -91,9 +81,8 @@ class Checkpointer(checkpoint.Checkpointer):
         dcp.load(content, checkpoint_id=newest, process_group=self.group)  # Before a part that may not fit the model.
         header = json.loads(content["header"])
         changes = compare(self.settings, header["config"], {*self.config.files(), "content.model.weights", "run.dir"})
-        content = self.local_state()
+        content, module = self.local_state(), self.parallel.module
         dcp.load(content, checkpoint_id=newest, process_group=self.group)
-        module = self.parallel.module
         dsd.set_model_state_dict(module, content["model"])
         groups = dsd.get_optimizer_state_dict(module, self.optimizer)["param_groups"]  # Those of the settings.
         dsd.set_optimizer_state_dict(module, self.optimizer, content["optimizer"] | {"param_groups": groups})

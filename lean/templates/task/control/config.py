@@ -18,10 +18,11 @@ class DatasetConfig:
     """Weight of the policy's entropy in the loss, which keeps it from settling on one action too early."""
 
     def check(self) -> None:
-        """Reject factors above 1, and more parts than steps."""
-        for name in ("discount", "gae_lambda"):
-            if getattr(self, name) > 1:
-                raise UserError(f"dataset.{name} is {getattr(self, name)}; give at most 1")
+        """Reject factors that are too large, and more parts than steps."""
+        if self.discount >= 1:
+            raise UserError(f"dataset.discount is {self.discount}; give a number below 1")
+        if self.gae_lambda > 1:
+            raise UserError(f"dataset.gae_lambda is {self.gae_lambda}; give at most 1")
         if self.minibatches > self.steps:
             raise UserError(f"dataset.minibatches is {self.minibatches}; give at most dataset.steps, {self.steps}")
 

@@ -44,7 +44,7 @@ def build_datasets(config: Config) -> tuple[Numbers, Numbers]:
     return Numbers(config.data.global_batch_size), Numbers(EVALUATION_EPISODES)
 
 
-class World:
+class Environment:
     """One environment; each of its episodes is seeded by a key and the number of the episode.
 
     Attributes:
@@ -52,13 +52,13 @@ class World:
     """
 
     def __init__(self, config: Config, *key: int | str) -> None:
-        self.environment: Any = gymnasium.make(config.model.environment)
+        self.gym: Any = gymnasium.make(config.model.environment)
         self.key, self.episode = key, 0
         self.reset()
 
     def reset(self) -> None:
         """Start the next episode."""
-        observation, _ = self.environment.reset(seed=derive_seed(*self.key, self.episode))
+        observation, _ = self.gym.reset(seed=derive_seed(*self.key, self.episode))
         self.observation = torch.as_tensor(observation, dtype=torch.float32)
         self.episode += 1
 
@@ -69,7 +69,7 @@ class World:
             The ``reward``, the observation that was ``reached``, and whether the episode has ``ended``: it may have
             been cut off, or it was ``terminated`` and no more reward would follow.
         """
-        observation, reward, terminated, truncated, _ = self.environment.step(action)
+        observation, reward, terminated, truncated, _ = self.gym.step(action)
         self.observation = reached = torch.as_tensor(observation, dtype=torch.float32)
         if terminated or truncated:
             self.reset()
@@ -85,19 +85,19 @@ def collect(policy: Policy, numbers: list[int], step: int, config: Config) -> di
     ``return`` (what the critic should have expected).
     """
     seed, length = config.run.seed, config.dataset.steps
-    worlds = [World(config, seed, "collect", step, number) for number in numbers]
+    environments = [Environment(config, seed, "collect", step, number) for number in numbers]
     generators = [torch.Generator().manual_seed(derive_seed(seed, "act", step, number)) for number in numbers]
     noise = torch.stack([torch.rand(length, generator=generator) for generator in generators])
     steps = []
     for uniform in noise.split(1, dim=1):
-        observations = torch.stack([world.observation for world in worlds])
+        observations = torch.stack([env.observation for env in environments])
         outputs = policy(observations)
         log_probs = outputs[:, :-1].log_softmax(dim=1)
         # The action in whose part of the cumulative distribution the random number lies.
         actions = (uniform >= log_probs.exp().cumsum(dim=1)[:, :-1]).sum(dim=1, keepdim=True)
         known = {"observation": observations, "value": outputs[:, -1], "action": actions[:, 0]}
         known["log_prob"] = log_probs.gather(1, actions)[:, 0]
-        steps.append(known | collate_fn([world.step(int(each)) for world, each in zip(worlds, actions, strict=True)]))
+        steps.append(known | collate_fn([env.step(int(each)) for env, each in zip(environments, actions, strict=True)]))
     taken = {name: torch.stack([each[name] for each in steps], dim=1) for name in steps[0]}
     taken["next_value"] = policy(taken["reached"].flatten(0, 1))[:, -1].view(len(numbers), length)
     advantage = estimate_advantages(taken, config.dataset)
@@ -107,7 +107,9 @@ def collect(policy: Policy, numbers: list[int], step: int, config: Config) -> di
 
 def estimate_advantages(taken: dict[str, Tensor], config: DatasetConfig) -> Tensor:
     """Return advantages of shape (environments, steps) (Schulman et al. 2016, arXiv:1506.02438, equation 16)."""
-    errors = taken["reward"] + config.discount * taken["next_value"] * ~taken["terminated"] - taken["value"]
+    # Rewards count 1 - discount, so that values are on the scale of one reward, which the critic learns fast.
+    targets = (1 - config.discount) * taken["reward"] + config.discount * taken["next_value"] * ~taken["terminated"]
+    errors = targets - taken["value"]
     decay = config.discount * config.gae_lambda * ~taken["ended"]
     advantages = torch.empty_like(errors)
     following = torch.zeros(len(errors))
@@ -130,13 +132,13 @@ def minibatches(experience: dict[str, Tensor], step: int, config: Config) -> Ite
 @torch.no_grad()
 def play(policy: Policy, numbers: list[int], config: Config) -> dict[str, Tensor]:
     """Play episodes of an evaluation with the most likely actions; returns the ``return`` and ``length`` of each."""
-    worlds = [World(config, config.run.seed, "play", number) for number in numbers]
-    returns, lengths = torch.zeros(len(worlds)), torch.zeros(len(worlds))
+    environments = [Environment(config, config.run.seed, "play", number) for number in numbers]
+    returns, lengths = torch.zeros(len(environments)), torch.zeros(len(environments))
     # On each rank to the limit, because the policy may be a collective.
-    for _ in range(worlds[0].environment.spec.max_episode_steps):
-        actions = policy(torch.stack([world.observation for world in worlds]))[:, :-1].argmax(dim=1)
-        for i, world in enumerate(worlds):
-            if world.episode == 1:  # Its first one is not over.
-                returns[i] += world.step(int(actions[i]))["reward"]
+    for _ in range(environments[0].gym.spec.max_episode_steps):
+        actions = policy(torch.stack([env.observation for env in environments]))[:, :-1].argmax(dim=1)
+        for i, env in enumerate(environments):
+            if env.episode == 1:  # Its first one is not over.
+                returns[i] += env.step(int(actions[i]))["reward"]
                 lengths[i] += 1
     return {"return": returns, "length": lengths}

@@ -31,8 +31,8 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
         columns = [torch.stack(part) for part in zip(*experience, strict=True)]
         columns[3] = (columns[3] - columns[3].mean()) / columns[3].std(correction=0)
         for number in range(settings.passes):
-            key = hashed(config.run.seed, "pass", step, number)
-            order = torch.randperm(settings.steps, generator=torch.Generator().manual_seed(key))
+            generator = torch.Generator().manual_seed(hashed(config.run.seed, "pass", step, number))
+            order = torch.randperm(settings.steps, generator=generator)
             for some in (order[part :: settings.minibatches] for part in range(settings.minibatches)):
                 loss = loss_of(model, config, *(column[:, some] for column in columns))
                 optimizer.zero_grad()
@@ -65,7 +65,7 @@ def act(model: nn.Module, config: Any, step: int, number: int) -> list[Tensor]:
     advantage, found = torch.tensor(0.0), []
     for seen, action, log_prob, value, reward, after, ended in reversed(rows):
         decay = 0 if ended else settings.discount * settings.gae_lambda
-        advantage = reward + settings.discount * after - value + decay * advantage
+        advantage = (1 - settings.discount) * reward + settings.discount * after - value + decay * advantage
         found.insert(0, (seen, action, log_prob, advantage, advantage + value))
     return [torch.stack(column) for column in zip(*found, strict=True)]
 

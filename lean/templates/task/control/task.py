@@ -34,12 +34,8 @@ class Task:
         yield from minibatches({name: part.to(self.device) for name, part in experience.items()}, step, self.config)
 
     def play(self, predict: Callable[[Any], Any], numbers: Tensor) -> dict[str, Tensor]:
-        """Return what happens in episodes of an evaluation."""
+        """Play episodes of an evaluation; returns the metrics of each."""
         return play(self.policy(predict), numbers.tolist(), self.config)
-
-    def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return the numbers of episodes as they are."""
-        return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums over the steps of a micro-batch, by name; ``loss`` is minimized, and all are logged.
@@ -71,10 +67,6 @@ class Task:
     def weight(self, targets: Any) -> int | Tensor:
         """Return what the losses of a local batch are divided by for their mean: its number of steps."""
         return targets["action"].numel()
-
-    def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return the metrics of each episode, by name, from what ``play`` returns."""
-        return dict(outputs)
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return the metrics of all episodes: a return is the sum of an episode's rewards, without discount."""

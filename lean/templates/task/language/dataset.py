@@ -23,12 +23,7 @@ collate_fn = default_collate
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows of a text as ``(bytes, the byte after each)``, both int64 of shape (context,).
-
-    Args:
-        split: ``train`` or ``test`` (the last ``dataset.test_bytes`` of the text).
-        config: The settings.
-    """
+    """Consecutive windows of a split of the text as ``(bytes, the byte after each)``, int64 of shape (context,)."""
 
     def __init__(self, split: str, config: Config) -> None:
         self.arguments, self.context = (split, config), config.model.context
@@ -37,8 +32,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self.text = text[:middle] if split == "train" else text[middle:]
         if len(self) < 1:
             raise UserError(
-                f"the {split} split has {len(self.text)} of the {len(text)} bytes of dataset.path, fewer than a sample "
-                f"needs, {self.context + 1}; change dataset.test_bytes or model.context, or give a longer text"
+                f"{len(self.text)} of {len(text)} bytes of text are in the {split} set, and a sample has "
+                f"{self.context + 1}; change dataset.test_bytes or model.context, or give a longer text"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,7 +43,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return (len(self.text) - 1) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return window ``index``."""
         start = index * self.context
         window = torch.from_numpy(self.text[start : start + self.context + 1].astype(np.int64))
         return window[:-1], window[1:]

@@ -13,14 +13,8 @@ def generate(
 ) -> None:
     """Print a prompt and its continuation by the model of a checkpoint; a collective.
 
-    The text depends on the checkpoint, the prompt, the temperature and ``run.seed``, but not on the number of ranks.
-
-    Args:
-        path: The checkpoint.
-        prompt: The text to continue; an empty one stands for a line break.
-        length: Bytes to generate.
-        temperature: Below 1, likely bytes become more likely; 0 picks the most likely one.
-        config, given, process: As for ``load_experiment``.
+    An empty prompt stands for a line break; ``length`` counts bytes. At a ``temperature`` below 1, likely bytes become
+    more likely, and 0 picks the most likely one. The text is drawn from ``run.seed``, the same on any number of ranks.
     """
     if length < 1 or not temperature >= 0:
         raise UserError(f"--length is {length} and --temperature {temperature}; give 1 or more, and 0 or more")
@@ -43,7 +37,7 @@ def generate(
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     """Draw the next byte from logits of shape (256,)."""
-    logits = logits.double().cpu()
+    logits = logits.cpu().double()
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial((logits / temperature).softmax(dim=0), 1, generator=generator))

@@ -83,8 +83,7 @@ def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
 def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
     """Build the model on the CPU, with weights drawn from PyTorch's global generator.
 
-    Pass each block through ``wrap`` as soon as it is built: a strategy compiles, shards or drops it there, so that no
-    rank ever holds more than its part of the model and one block.
+    Pass each block through ``wrap`` as soon as it is built, so that a strategy can compile, shard or drop it there.
     """
     blocks: OrderedDict[str, nn.Module] = OrderedDict(embedding=wrap(Embedding(config.width, config.context)))
     for i in range(config.layers):

@@ -66,27 +66,22 @@ class Task:
         ``mfu`` (model FLOPs utilization) is the share of the devices' peak that the model's operations take.
         """
         tokens = samples_per_second * self.context
-        if self.peak is None:
-            return {"tokens_per_second": tokens}
-        return {"tokens_per_second": tokens, "mfu": tokens * self.operations / dist.get_world_size() / self.peak}
+        mfu = {"mfu": tokens * self.operations / dist.get_world_size() / self.peak} if self.peak else {}
+        return {"tokens_per_second": tokens, **mfu}
 
 
 def count_operations(config: Config) -> int:
-    """Return the operations of forward and backward per token (Chowdhery et al. 2022, PaLM, appendix B).
-
-    Embeddings are looked up, so their parameters do not count.
-    """
+    """Return the operations of forward and backward per token (Chowdhery et al. 2022, PaLM, appendix B)."""
     model = config.model
     with torch.device("meta"):
-        parameters = {name: p.numel() for name, p in build_model(model).named_parameters()}
-    multiplied = sum(count for name, count in parameters.items() if not name.startswith("embedding"))
+        parameters = build_model(model).named_parameters()
+    multiplied = sum(p.numel() for name, p in parameters if not name.startswith("embedding"))  # They are looked up.
     return 6 * multiplied + 12 * model.layers * model.width * model.context
 
 
-def find_peak(config: Config, device: torch.device) -> float | None:
-    """Return the operations per second that a rank's devices could do, or None if they are not in ``PEAKS``."""
-    peaks = PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if peaks is None:
-        return None
+def find_peak(config: Config, device: torch.device) -> float:
+    """Return the operations per second that a rank's devices could do, or 0 if they are not in ``PEAKS``."""
+    if device.type != "cuda" or (name := torch.cuda.get_device_name(device)) not in PEAKS:
+        return 0.0
     column = 2 if config.train.precision != "fp32" else 0 if config.train.exact else 1
-    return 1e12 * peaks[column] * getattr(config.parallel, "devices", 1)
+    return 1e12 * PEAKS[name][column] * getattr(config.parallel, "devices", 1)

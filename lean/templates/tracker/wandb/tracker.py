@@ -9,7 +9,6 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import wandb
 
@@ -23,9 +22,8 @@ class Tracker:
     def __init__(self, run_dir: Path, settings: dict[str, Any], step: int) -> None:
         path, offline_runs = run_dir / "wandb_id", [*run_dir.glob("wandb/offline-run-*")]
         if step == 0 or not path.exists():
-            write_atomically(path, lambda file: file.write(uuid4().hex.encode()))
-        mode: Any = os.environ.get("WANDB_MODE")
-        mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+            write_atomically(path, lambda file: file.write(os.urandom(8).hex().encode()))
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         options: dict[str, Any] = {"id": path.read_text(), "name": run_dir.name, "dir": str(run_dir), "mode": mode}
         options["project"] = os.environ.get("WANDB_PROJECT", "{{ cookiecutter.project_slug }}")
         try:
@@ -42,17 +40,21 @@ class Tracker:
             shutil.rmtree(folder)  # The new one has its records.
 
     def log(self, record: dict[str, Any]) -> None:
-        """Send the numbers of a record, unless W&B has them; a failure does not end the run."""
+        """Send the numbers of a record, unless W&B has them."""
         split = record.get("split", "train")
-        if self.has_failed or record["step"] <= self.known.get(f"{split}/step", -1):
-            return
-        try:
-            self.run.log({f"{split}/{name}": value for name, value in record.items() if isinstance(value, int | float)})
-        except Exception as error:  # A stop signal may end W&B's process before the run.
-            self.has_failed = True
-            print(f"warning: W&B has failed ({error!r}); the next start sends what it lacks", file=sys.stderr)
+        if record["step"] > self.known.get(f"{split}/step", -1):
+            numbers = {f"{split}/{name}": value for name, value in record.items() if isinstance(value, int | float)}
+            self.attempt(lambda: self.run.log(numbers))
 
     def close(self) -> None:
         """Wait until everything is sent."""
-        if not self.has_failed:
-            self.run.finish()
+        self.attempt(self.run.finish)
+
+    def attempt(self, action: Any) -> None:
+        """Send something, unless that has failed before, for example because a stop signal has ended W&B's process."""
+        try:
+            if not self.has_failed:
+                action()
+        except Exception as error:
+            self.has_failed = True
+            print(f"warning: W&B has failed ({error!r}); the next start sends what it lacks", file=sys.stderr)

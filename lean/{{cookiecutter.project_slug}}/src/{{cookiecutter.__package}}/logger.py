@@ -18,6 +18,9 @@ from tqdm import tqdm
 from .checkpoint import write_atomically
 from .config import Config
 from .distributed import Process
+#:: if cookiecutter.tracker != "none" ::#
+from .tracker import Tracker
+#:: endif ::#
 
 
 class Logger:
@@ -38,7 +41,9 @@ class Logger:
         self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
         for change in changes:
             self.print(f"changed: {change}")
-#:: include "tracker/" ~ cookiecutter.tracker ~ "/open.py" ignore missing ::#
+        #:: if cookiecutter.tracker != "none" ::#
+        self.tracker = Tracker(run_dir, asdict(config), step)
+        #:: endif ::#
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a record, and print its numbers."""
@@ -51,7 +56,9 @@ class Logger:
         self.bar.update(step - self.bar.n)
         if event == "eval":
             self.evaluations[step] = record
-#:: include "tracker/" ~ cookiecutter.tracker ~ "/log.py" ignore missing ::#
+        #:: if cookiecutter.tracker != "none" ::#
+        self.tracker.log(record)
+        #:: endif ::#
 
     def best_step(self, metric: str, higher_is_better: bool) -> int:
         """Return the step with the best value of a metric, the earliest of equal ones; 0 if there is none."""
@@ -70,7 +77,9 @@ class Logger:
         if self.is_main:
             self.bar.close()
             self.file.close()
-#:: include "tracker/" ~ cookiecutter.tracker ~ "/close.py" ignore missing ::#
+            #:: if cookiecutter.tracker != "none" ::#
+            self.tracker.close()
+            #:: endif ::#
 
 
 def drop_records_after(path: Path, step: int) -> list[dict[str, Any]]:

@@ -1,1 +1,0 @@
-            outputs = self.task.play(self.parallel.predict, inputs)

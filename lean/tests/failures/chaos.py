@@ -1,0 +1,120 @@
+"""Kills runs at random and starts them again, or counts clean exits: python tests/failures/chaos.py --kills 100.
+
+Every killed run has to end with bitwise the same weights, losses and metrics as one that was left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from cookiecutter.main import cookiecutter
+
+TEMPLATE = Path(__file__).parents[2]
+STEPS = 40
+WORDS = [
+    *f"train --data.global_batch_size 64 --model.width 8 --model.depth 1 --train.max_steps {STEPS}".split(),
+    *"--train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 3 --distributed.device cpu".split(),
+]
+STRATEGIES = ("ddp", "fsdp", "model_parallel", "pipeline", "tensor")
+
+
+def start(project: Path, run: Path, nproc: int, *words: str) -> subprocess.Popen[bytes]:
+    """Start a run, in a session of its own."""
+    environment = os.environ | {"NPROC": str(nproc), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(project / "scripts/launch.sh"), *WORDS, "--run.dir", str(run), *words]
+    with open(run.with_suffix(".log"), "ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and its descendants."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(each for child in children for each in family(int(child)))]
+
+
+def result(run: Path) -> tuple[Any, Any]:
+    """Return the weights of a run, and its records without what was measured."""
+    newest = sorted((run / "checkpoints").glob("*.pt"))[-1]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record.pop("samples_per_second", None)
+    return torch.load(newest, weights_only=True)["model"], records
+
+
+def kill(project: Path, folder: Path, nproc: int, kills: int) -> tuple[int, int]:
+    """Kill a run some times until it ends; returns how often, and how often the result was wrong."""
+    whole, run, done = folder / "whole", folder / "killed", 0
+    if not whole.exists():
+        assert start(project, whole, nproc).wait() == 0
+    while True:
+        launcher = start(project, run, nproc)
+        if done < kills:
+            time.sleep(random.uniform(2, 9))
+            members = family(launcher.pid)
+            targets = random.choice([members, members[:1], members[-1:]])
+            if launcher.poll() is None:
+                done += 1
+                for pid in targets:
+                    os.kill(pid, signal.SIGKILL)
+        code = launcher.wait(timeout=180)
+        if code == 0:
+            break
+        assert done, run.with_suffix(".log").read_text()
+        while any(Path(f"/proc/{pid}").exists() for pid in members):
+            time.sleep(0.1)
+    (weights, records), (expected, theirs) = result(run), result(whole)
+    wrong = records != theirs or any(not torch.equal(weights[name], expected[name]) for name in expected)
+    return done, int(wrong)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--exits", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    random.seed(options.seed)
+    done, exits = 0, 0
+    with TemporaryDirectory() as scratch:
+        for number in range(10**6):
+            if done >= options.kills and exits >= options.exits:
+                break
+            strategy, launcher = STRATEGIES[number % 5], ("torchrun", "spawn")[number // 5 % 2]
+            answers = {"parallelism": strategy, "launcher": launcher, "project_name": f"{strategy} {launcher}"}
+            folder = Path(scratch, f"{strategy}-{launcher}-{number}")
+            project = Path(scratch, "projects", f"{strategy}-{launcher}".replace("_", "-"))
+            if not project.exists():
+                cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(project.parent))
+            folder.mkdir()
+            nproc, words = (4 if number % 3 == 2 else 2), ("--train.microbatches", "4") * (strategy == "pipeline")
+            if done < options.kills:
+                WORDS.extend(words)
+                killed, wrong = kill(project, folder, nproc, 4)
+                del WORDS[len(WORDS) - len(words) :]
+                done += killed
+                print(f"{strategy} {launcher} {nproc} ranks: {killed} kills, {wrong} wrong; {done} in all", flush=True)
+            for _ in range(min(10, options.exits - exits)):
+                run = folder / f"exit{exits}"
+                code = start(project, run, nproc, *words, "--train.max_steps", "2").wait()
+                exits += 1
+                assert code == 0, (code, run.with_suffix(".log").read_text())
+            if options.exits:
+                print(f"{strategy} {launcher} {nproc} ranks: {exits} clean exits", flush=True)
+
+
+if __name__ == "__main__":
+    main()
