@@ -12,15 +12,13 @@ from support import RANKS, children, end_at, train
 def fault(tmp_path: Path, what: str) -> dict[str, str]:
     """Return an environment in which the last rank has a fault in its third step."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\n"
-        f"if os.environ.get('RANK') == '{RANKS - 1}':\n"
-        "    import torch\n"
-        "    step, steps = torch.optim.AdamW.step, []\n"
-        "    def faulty(self, closure=None):\n"
-        "        steps.append(0)\n"
-        f"        if len(steps) == 3: {what}\n"
-        "        return step(self, closure)\n"
-        "    torch.optim.AdamW.step = faulty\n"
+        "import os, time, torch\n"
+        "step, steps = torch.optim.AdamW.step, []\n"
+        "def faulty(self, closure=None):\n"
+        "    steps.append(0)\n"
+        f"    if len(steps) == 3 and os.environ['RANK'] == '{RANKS - 1}': {what}\n"
+        "    return step(self, closure)\n"
+        "torch.optim.AdamW.step = faulty\n"
     )
     return {"PYTHONPATH": str(tmp_path)}
 
@@ -45,4 +43,4 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
         os.kill(launcher, signal.SIGKILL)
 
     end_at(4, tmp_path, end, "--data.num_workers", "1")  # It waits for all that hold the output, loaders included.
-    assert len(ranks) == RANKS and not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert len(ranks) >= RANKS and not any(Path(f"/proc/{pid}").exists() for pid in ranks)

@@ -87,13 +87,13 @@ def test_changed_settings_act_from_the_first_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [("--run.seed", "8"), ("--checkpoint.resume", "never")], ids=str)
 def test_another_experiment_is_refused_by_name(trained: Callable[..., Path], tmp_path: Path, words: list[str]) -> None:
     run = Path(shutil.copytree(trained(), tmp_path / "run"))
-    _, err = train(run, *words, "--train.max_steps", "30", code=1)
+    _, err = train(run, *words, "--train.max_steps", "30", code=2)
     assert re.fullmatch(rf"error: .*{words[0][2:]} is {words[1]}.*\n", err), err
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_by_its_step(tmp_path: Path) -> None:
     explosion = ("--optim.lr", "1e30", "--optim.warmup_steps", "3", "--train.log_every", "10", "--train.eval_every=5")
-    _, err = train(tmp_path, *explosion, "--checkpoint.every_steps", "5", "--train.clip_grad_norm=1e30", code=1)
+    _, err = train(tmp_path, *explosion, "--checkpoint.every_steps", "5", "--train.clip_grad_norm=1e30", code=2)
     assert re.fullmatch(r"error: step [2-5] has losses of .*\n", err), err
     for path in checkpoints(tmp_path):
         model = torch.load(path, weights_only=True)["model"]

@@ -5,6 +5,7 @@ import signal
 import sys
 import tempfile
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
@@ -15,8 +16,10 @@ with tempfile.TemporaryDirectory() as folder:
         run(parse_args([f"--log-dir={folder}", *sys.argv[1:]]))
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
+    except DistError as error:
+        sys.exit(f"error: no rendezvous at HEAD and PORT: {str(error).splitlines()[0]}")
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:  # The rank has printed why.
-            sys.exit(1)
+            sys.exit(failure.exitcode)
         sys.exit(f"error: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")

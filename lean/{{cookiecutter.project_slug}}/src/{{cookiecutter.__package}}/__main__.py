@@ -119,10 +119,10 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
         sys.exit(doctor(config))
     #:: endif ::#
     gc.freeze()  # The imports made 400,000 objects that stay; the garbage collector would look at them again and again.
-    process = setup(config)
+    process, stopped = setup(config), False
     try:
         if name == "train":
-            Trainer(config, process).run()
+            stopped = Trainer(config, process).run()
         #:: if fact("generates") ::#
         elif name == "generate":
             words = (options.prompt, options.length, options.temperature)
@@ -132,7 +132,7 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
             evaluate(options.checkpoint, config, given, process)
     except Exception as error:
         fail(error, process)
-    cleanup()
+    cleanup(stopped)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -146,6 +146,12 @@ def main(argv: Sequence[str]) -> None:
             config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
         if len(words) == len(argv):
             run(name, config, options, given={word.split("=")[0].removeprefix("--") for word in words})
+        #:: if cookiecutter.cluster != "none" ::#
+        elif name == "doctor":
+            from .doctor import meet
+
+            sys.exit(meet())
+        #:: endif ::#
     except (UserError, ArgumentError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

@@ -89,15 +89,14 @@ def setup(config: Config) -> Process:
     # All groups are made now, while all ranks are here.
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)
     main_group = dist.new_group(backend="gloo", timeout=MAIN_TIMEOUT)
-    reports = dist.PrefixStore(f"reports/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return Process(rank, world_size, device, cpu_group, main_group, reports)
+    return Process(rank, world_size, device, cpu_group, main_group, dist.PrefixStore("reports", store))
 
 
-def cleanup() -> None:
-    """Leave the process group, and end the process with exit code 0."""
+def cleanup(stopped: bool = False) -> None:
+    """Leave the process group, and end the process with exit code 0, or 143 if a signal stopped its work."""
     dist.destroy_process_group()
     gc.collect()
-    exit_now(0)
+    exit_now(128 + signal.SIGTERM if stopped else 0)
 
 
 def exit_now(code: int) -> NoReturn:
@@ -114,7 +113,8 @@ def find_ranks(init_method: str, timeout: timedelta) -> tuple[Any, int, int]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if init_method != "env://":
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # Rank 0 opens the store, not torchrun.
-    return next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
+    store, rank, world_size = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank, world_size
 
 
 def choose_device(name: str, backend: str, count: int) -> torch.device:

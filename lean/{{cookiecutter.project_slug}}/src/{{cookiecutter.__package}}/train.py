@@ -39,10 +39,10 @@ class Trainer:
         self.saved_step = self.progress.step
         self.logger = Logger(config, process, self.progress.step, self.total_steps, changes)
         self.recent: list[tuple[dict[str, Tensor], Tensor]] = []  # Losses and gradient norms since the last record.
-        self.is_first_step, self.clock = True, time.perf_counter()
+        self.clock = time.perf_counter()
 
-    def run(self) -> None:
-        """Train to the last step, or until a stop signal; the same command resumes from there."""
+    def run(self) -> bool:
+        """Train to the last step, or until a stop signal; returns whether one stopped it."""
         progress, stopped = self.progress, False
         was_evaluated = self.process.on_main(lambda: progress.step in self.logger.evaluations)
         if progress.step and self.evaluates() and not was_evaluated:
@@ -61,6 +61,7 @@ class Trainer:
         if stopped:
             self.logger.print(f"stopped after step {progress.step}; the same command resumes from there")
         self.logger.close()
+        return stopped
 
     def step(self, inputs: Any, targets: Any) -> None:
         """Take one optimizer step with this rank's local batch, without waiting for the device."""
@@ -82,7 +83,6 @@ class Trainer:
         progress.samples += config.data.global_batch_size
         if progress.samples == self.sampler.end:
             progress.epoch, progress.samples = progress.epoch + 1, 0
-        self.is_first_step = False
 
     def mean_weight(self, targets: Any) -> int | Tensor:
         """Return what the losses of a local batch are divided by: its weight, on average over the ranks."""
@@ -99,8 +99,8 @@ class Trainer:
         return weight
 
     def check_gradients(self) -> None:
-        """Reject in the first step parameters that the loss does not depend on."""
-        if self.is_first_step and not self.config.train.allow_unused:
+        """Reject, in the first step of a start and after each record, parameters that the loss does not depend on."""
+        if not self.recent and not self.config.train.allow_unused:
             parameters = self.parallel.module.named_parameters()
             if unused := [name for name, p in parameters if p.requires_grad and p.grad is None]:
                 names = ", ".join(unused[:5])
