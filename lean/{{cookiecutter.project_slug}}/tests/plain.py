@@ -1,3 +1,6 @@
+#:: if fact("loop") ::#
+#:: include fact("loop") ~ "/plain.py" ::#
+#:: else ::#
 """A plain training loop, in one process, from which no run must differ.
 
 It is written from the documented rules with nothing but PyTorch. Of the package it uses only the experiment: the model,
@@ -67,6 +70,7 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+#:: endif ::#
 
 
 def learning_rate(step: int, end: int, optim: Any) -> float:

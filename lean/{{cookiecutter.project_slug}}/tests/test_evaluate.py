@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+#:: if not fact("loop") ::#
 import torch
+#:: endif ::#
 
 import plain
 from support import EVALUATES_ON, checkpoints, launch, load, module, read_records, settings
@@ -14,17 +16,25 @@ from support import EVALUATES_ON, checkpoints, launch, load, module, read_record
 
 def plain_metrics(run: Path) -> dict[str, Any]:
     """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group."""
+    #:: if fact("loop") ::#
+    config = settings()
+    #:: else ::#
     config, dataset = settings(), module("dataset")
     plain.seed_everything(config.run.seed)
     _, test_set = dataset.build_datasets(config)
     task = module("task").Task(config, torch.device("cpu"))
+    #:: endif ::#
     model = module("model").build_model(config.model)
     model.load_state_dict(load(run)["model"])
+    #:: if not fact("loop") ::#
     batch = dataset.collate_fn(plain.read(test_set, config.run.seed, 0, range(len(test_set))))
     with torch.no_grad():
         inputs, targets = task.prepare(*batch)
         metrics = task.metrics(model.eval()(inputs), targets)
     return {"num_samples": len(test_set), **task.aggregate({name: values.numpy() for name, values in metrics.items()})}
+    #:: else ::#
+    return plain.evaluate(model, config)
+    #:: endif ::#
 
 
 @pytest.mark.parametrize("nproc", EVALUATES_ON)

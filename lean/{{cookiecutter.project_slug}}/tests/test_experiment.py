@@ -5,9 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+#:: if not fact("loop") ::#
 from torch.utils._pytree import tree_leaves
 
 import plain
+#:: else ::#
+
+#:: endif ::#
 from support import TOLERANCE, module, settings
 
 SAMPLES, DROPOUTS = 8, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -33,6 +37,9 @@ def model() -> nn.Module:
     return model
 
 
+#:: if fact("loop") ::#
+#:: include fact("loop") ~ "/compute.py" ::#
+#:: else ::#
 def compute(model: nn.Module, samples: Any, indices: range) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the losses and the weight of a batch, and the metrics of its samples."""
     task = module("task").Task(settings(), torch.device("cpu"))
@@ -51,6 +58,7 @@ def test_a_sample_is_a_function_of_seed_epoch_and_index(samples: Any) -> None:
                 "a sample differs when it is read again: it depends on a counter, the time, a generator of its own or "
                 "the samples read before; draw from random, numpy.random or torch, which are seeded for each sample"
             )
+#:: endif ::#
 
 
 @torch.no_grad()

@@ -90,6 +90,8 @@ class Parallel:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
+#:: include "parallelism/shared/buffers.py" ::#
+
 #:: include "parallelism/shared/gather.py" ::#
 
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:

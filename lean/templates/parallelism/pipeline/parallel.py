@@ -1,35 +1,31 @@
-"""Pipeline parallelism: every rank holds consecutive blocks of the model, and micro-batches pass from rank to rank.
-
-A schedule is the order of a rank's forwards (F) and backwards (B). 1F1B with 2 ranks and 4 micro-batches:
-
-    rank 0, stage 0   F0 F1 .. .. B0--- F2 B1--- F3 B2--- .. B3--- | clip, optimizer step       time -->
-    rank 1, stage 1   .. F0 B0--- F1 B1--- F2 B2--- F3 B3--- .. .. | clip, optimizer step
+"""Pipeline parallelism: every rank holds some blocks of the model, and micro-batches pass from rank to rank.
 
 With several pipelines, each reads a local batch, and ranks with the same stages average their gradients.
 """
 
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from .checkpoint import Checkpointer as Checkpointer
 from .config import Config, UserError
 from .distributed import Process, seed_everything
 from .model import build_model
-from .stages import Stage, assign_stages, outline_stages
+from .sharded import Checkpointer as Checkpointer
+from .stages import Stage, outline_stages
 from .task import Task
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # The first stage gets only the number of a micro-batch.
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, for the first stage.
 
 
 class Parallel:
@@ -38,27 +34,30 @@ class Parallel:
     Attributes:
         module: This rank's part of the model; its parameters have the same names as in the whole model.
         dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
-        scaler: Does nothing here; under other strategies, it scales the loss under fp16.
+        scaler: Does nothing here; elsewhere, it scales the loss under fp16.
     """
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
         self.task, self.process, self.device = task, process, process.device
         self.config, self.microbatches = config.parallel, config.train.microbatches
-        precision, kind, self.dp_size = config.train.precision, self.device.type, config.parallel.replicas
-        self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
+        self.dp_size, kind = config.parallel.replicas, self.device.type
+        uses_bf16 = config.train.precision == "bf16"
+        self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=uses_bf16)
         self.scaler = torch.amp.GradScaler(kind, enabled=False)
-        # Ranks with the same stages are neighbors: averaging gradients sends more bytes than passing activations.
+        # Ranks with the same stages are neighbors: their messages are the largest.
         self.position, self.dp_rank = divmod(process.rank, self.dp_size)
         ranks = torch.arange(process.world_size).view(-1, self.dp_size)
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
         self.dp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
-        self.owners = assign_stages(config.parallel, len(ranks))  # The position in a pipeline of each stage's rank.
+        self.owners = [*range(len(ranks))] * config.parallel.stages_per_rank  # By stage.
         self.last = len(self.owners) - 1
-        self.module, self.stages, self.schedule = nn.Sequential(), dict[int, Stage](), cast(Any, None)
+        self.module, self.stages = nn.Sequential(), dict[int, Stage]()
         self.build_stages(config)
-        # By the shapes of a pipeline's inputs: what each of this rank's stages gets and passes on, on the meta device.
-        self.forms, self.shapes = dict[Any, dict[int, Tensor]](), cast(Any, None)  # The latter are the schedule's.
+        # What each stage here gets and passes on, without values, by the shapes of the inputs.
+        self.forms: dict[Any, dict[int, Tensor]] = {}
+        self.schedule: Any = None
+        self.shapes: Any = None  # Those that the schedule was built for.
         self.names: list[str] = []  # Of the losses.
 
     def build_stages(self, config: Config) -> None:
@@ -74,7 +73,8 @@ class Parallel:
         for stage, (name, block) in zip(stages, build_model(config.model, wrap).named_children(), strict=True):
             if self.owners[stage] == self.position:
                 self.module.add_module(name, block)
-                self.stages.setdefault(stage, Stage(self.autocast, stage == self.last)).blocks.append(block)
+                empty = Stage(self.autocast, is_last=stage == self.last)
+                self.stages.setdefault(stage, empty).blocks.append(block)
 
     def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
         """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
@@ -85,9 +85,12 @@ class Parallel:
         batches = split_batch((inputs, targets), self.microbatches)
         if shapes_of(batches[0][0]) != self.shapes:
             self.build_schedule(batches[0][0])
-        self.targets, self.weight, self.totals = [targets for _, targets in batches], weight, dict[str, Tensor]()
-        # A schedule splits only tensors, so it gets the numbers of the micro-batches instead of inputs and targets.
-        numbers, first = torch.arange(self.microbatches), self.stages.get(0)
+        self.targets = [targets for _, targets in batches]
+        self.totals: dict[str, Tensor] = {}
+        self.weight = weight
+        # A schedule splits only tensors, so it gets the numbers of the micro-batches.
+        numbers = torch.arange(self.microbatches)
+        first = self.stages.get(0)
         if first:
             first.inputs = [inputs for inputs, _ in batches]
         target = numbers if self.last in self.stages else None
@@ -97,7 +100,7 @@ class Parallel:
         return {name: self.totals.get(name, torch.zeros((), device=self.device)) for name in self.names}
 
     def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
-        """Return a micro-batch's part of the mean loss; the schedule calls it right after the last stage."""
+        """Return a micro-batch's part of the mean loss; called right after the last stage."""
         with self.autocast():
             losses = self.task.losses(self.stages[self.last].outputs, self.targets[int(number)])
         for name, loss in losses.items():
@@ -105,9 +108,9 @@ class Parallel:
         return losses["loss"] / self.weight
 
     def build_schedule(self, inputs: Any) -> None:
-        """Build the schedule for micro-batches with the shapes of these inputs; a collective."""
+        """Build the schedule for micro-batches of these shapes; a collective."""
         if shapes_of(inputs) not in self.forms:
-            self.module.eval()  # BatchNorm's statistics stay as they are, and so do random numbers.
+            self.module.eval()  # Statistics and random numbers stay as they are.
             devices = [] if self.device.type == "cpu" else [self.device]
             with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
                 self.predict(inputs)
@@ -129,8 +132,8 @@ class Parallel:
             parameters = [p for p in block.parameters() if p.requires_grad]
             if not parameters:
                 continue
-            # What no sample of this pipeline used counts as zero, and has no gradient if none of the others used it.
-            is_used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=self.device)
+            # What this pipeline did not use counts as zero; what none of them used has no gradient.
+            is_used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
             parts = [*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters), is_used]
             message = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(message, group=self.dp_group)
@@ -142,12 +145,13 @@ class Parallel:
     def predict(self, inputs: Any) -> Any:
         """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
         x, shapes, group = inputs, shapes_of(inputs), self.group
-        is_new = shapes not in self.forms  # Then stages also send each other the shape of what they pass on.
+        is_new = shapes not in self.forms  # Then they are sent too.
         forms = self.forms.setdefault(shapes, {0: NUMBER, len(self.owners): NUMBER})
         for index, stage in self.stages.items():
             if index > 0 and index - 1 not in self.stages:
-                source, message = self.owners[index - 1], list[Any]([None])
+                source = self.owners[index - 1]
                 if is_new:
+                    message: list[Any] = [None]
                     dist.recv_object_list(message, group=group, group_src=source)
                     forms[index] = message[0]
                 x = torch.empty_like(forms[index], device=self.device, requires_grad=False)
@@ -166,34 +170,28 @@ class Parallel:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        squared = nn.utils.get_total_norm(gradients).to(self.device).square()  # On the CPU if there are no gradients.
+        squared = nn.utils.get_total_norm(gradients).to(self.device).square()
         dist.all_reduce(squared, group=self.group)
         norm = squared.sqrt()
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
-    def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over the pipelines, which have seen other samples."""
-        layers = [layer for layer in self.module.modules() if isinstance(layer, BATCH_NORMS)]
-        for statistics in [each for layer in layers for each in (layer.running_mean, layer.running_var)]:
-            if statistics is not None:
-                dist.all_reduce(statistics, group=self.dp_group)
-                statistics /= self.dp_size
+#:: include "parallelism/shared/buffers.py" ::#
 
     def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
         """Return the weights of the whole model, and the optimizer's state of each parameter, on rank 0's CPU."""
-        names, group = self.parameter_names(optimizer), self.process.cpu_group
-        state = {names[index]: values for index, values in optimizer.state_dict()["state"].items()}
-        model, state = tree_map_only(Tensor, Tensor.cpu, (dict(self.module.state_dict()), state))
-        for name, stage in self.places.items():
-            source = self.owners[stage] * self.dp_size  # In the first pipeline; all hold the same.
-            entry = [model.pop(name, None), state.pop(name, None)]
-            if self.process.rank == source > 0:
-                dist.send_object_list(entry, 0, group)
-            elif source > self.process.rank == 0:
-                dist.recv_object_list(entry, source, group)
-            model[name], state[name] = entry
-        return model, {name: values for name, values in state.items() if values}
+        rank, group = self.process.rank, self.process.cpu_group
+        options = dsd.StateDictOptions(cpu_offload=True)
+        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
+        whole: list[Any] = [model, optim["state"]]
+        for source in range(self.dp_size, self.process.world_size, self.dp_size):  # In the first pipeline.
+            part = [*whole]
+            if rank == source:
+                dist.send_object_list(part, 0, group)
+            elif rank == 0:
+                dist.recv_object_list(part, source, group)
+                whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]
+        return whole[0], whole[1]
 
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
         """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
@@ -201,19 +199,14 @@ class Parallel:
         for name in self.process.on_main(lambda: [*model]):
             entry = [model.get(name), (state or {}).get(name)]
             dist.broadcast_object_list(entry, 0, self.process.cpu_group)
-            # load_state_dict rejects a name that is in no stage.
+            # An unknown name is rejected when it is loaded.
             if name not in self.places or self.owners[self.places[name]] == self.position:
                 own[name], own_state[name] = entry
-        self.module.load_state_dict(own)
+        dsd.set_model_state_dict(self.module, own)
         if optimizer:
-            names = self.parameter_names(optimizer)
-            saved = {index: own_state[name] for index, name in enumerate(names) if own_state[name]}
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": saved})
-
-    def parameter_names(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of an optimizer's parameters, in the order in which its state numbers them."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+            groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]
+            kept = {name: values for name, values in own_state.items() if values}
+            dsd.set_optimizer_state_dict(self.module, optimizer, {"state": kept, "param_groups": groups})
 
 
 def shapes_of(inputs: Any) -> tuple[torch.Size, ...]:

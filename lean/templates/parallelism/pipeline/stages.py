@@ -1,9 +1,4 @@
-"""The stages of a pipeline: consecutive blocks of the model, and the rank that holds each stage.
-
-2 ranks, 2 stages per rank, 8 blocks           most schedules              ZBVZeroBubble, DualPipeV: a V
-    blocks   0 1 | 2 3 | 4 5 | 6 7             rank 0: stages 0 and 2      rank 0: stages 0 and 3
-    stage      0     1     2     3             rank 1: stages 1 and 3      rank 1: stages 1 and 2
-"""
+"""The stages of a pipeline: consecutive blocks of the model, and the rank that holds each stage."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .config import ModelConfig, ParallelConfig, UserError
+from .config import ModelConfig, UserError
 from .model import build_model
 
 # If a stage fails, it would print the whole schedule.
@@ -34,20 +29,12 @@ class Stage(nn.Module):
             x = self.inputs[int(x)]
         else:
             x = x.view_as(x)
-            x.register_hook(Tensor.contiguous)  # Some schedules send the gradient as it is.
+            x.register_hook(Tensor.contiguous)  # Only such gradients can be sent, and only such outputs.
         with self.autocast():
             x = self.blocks(x)
         if self.is_last:
             self.outputs, (x, *_) = x, tree_leaves(x)
-            return x
-        return x.clone(memory_format=torch.contiguous_format)  # Some schedules cannot detach a view.
-
-
-def assign_stages(config: ParallelConfig, ranks: int) -> list[int]:
-    """Return which of a pipeline's ranks holds each stage: round and round, or back and forth."""
-    there = list(range(ranks))
-    back = there[::-1] if config.schedule in ("ZBVZeroBubble", "DualPipeV") else there
-    return [rank for lap in range(config.stages_per_rank) for rank in (back if lap % 2 else there)]
+        return x.contiguous()
 
 
 def outline_stages(config: ModelConfig, count: int) -> tuple[list[int], dict[str, int]]:

@@ -1,3 +1,5 @@
+#:: include "parallelism/shared/buffers.py" ::#
+
 #:: include "parallelism/shared/gather.py" ::#
 
 #:: include "parallelism/shared/load.py" ::#

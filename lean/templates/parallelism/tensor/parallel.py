@@ -66,10 +66,10 @@ class Parallel:
             raise UserError("plan.py shards no layer, so the ranks of a group would compute the same")
 
     def shard(self, block: nn.Module) -> None:
-        """Shard a block by its plan; rejects weights that layers share: sharding would separate them."""
+        """Shard a block by its plan; rejects weights that layers share."""
         before = dict(block.named_parameters(remove_duplicate=False))
         if not any(isinstance(p, DTensor) for p in before.values()):
-            # All ranks have drawn the same values, so each keeps its shard of them without a message.
+            # All ranks drew the same values, so each keeps its shard without a message.
             parallelize_module(block, self.mesh, tensor_plan(block), src_data_rank=None)
         for name, p in block.named_parameters(remove_duplicate=False):
             original, user = before[name], f"{type(block).__name__}.{name}"

@@ -4,8 +4,8 @@ A sample is an environment. Each step of training starts a new episode in all of
 from the weights, ``run.seed``, the step and the number of the environment, whichever rank it is on, and checkpoints
 hold no state of environments. The price: training sees at most the first ``dataset.steps`` steps of an episode.
 
-Runs on different numbers of ranks agree to rounding, until rounding makes another action the drawn one. From there on,
-they are different samples of the same experiment.
+Runs on different numbers of ranks agree until rounding changes an action that is drawn. From there on, they are
+different samples of the same experiment.
 """
 
 from collections.abc import Callable, Iterator
@@ -132,10 +132,9 @@ def minibatches(experience: dict[str, Tensor], step: int, config: Config) -> Ite
 @torch.no_grad()
 def play(policy: Policy, numbers: list[int], config: Config) -> dict[str, Tensor]:
     """Play episodes of an evaluation with the most likely actions; returns the ``return`` and ``length`` of each."""
-    environments = [Environment(config, config.run.seed, "play", number) for number in numbers]
+    environments = [Environment(config, "play", number) for number in numbers]
     returns, lengths = torch.zeros(len(environments)), torch.zeros(len(environments))
-    # On each rank to the limit, because the policy may be a collective.
-    for _ in range(environments[0].gym.spec.max_episode_steps):
+    while any(env.episode == 1 for env in environments):
         actions = policy(torch.stack([env.observation for env in environments]))[:, :-1].argmax(dim=1)
         for i, env in enumerate(environments):
             if env.episode == 1:  # Its first one is not over.

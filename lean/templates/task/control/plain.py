@@ -21,12 +21,10 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
     """Train for a number of steps; returns what a run has to log of each, and the final weights."""
     torch.manual_seed(config.run.seed)
     model, optim, settings, records = module("model").build_model(config.model), config.optim, config.dataset, []
-    groups = [[p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (False, True)]
-    decayed = [{"params": group, "weight_decay": optim.weight_decay * i} for i, group in enumerate(groups)]
-    optimizer = torch.optim.AdamW(decayed, betas=optim.betas, eps=optim.eps, foreach=False)
+    parameters, updates = list(model.parameters()), 0
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     for step in range(steps):
         lr, losses, norms = learning_rate(step, config.train.epochs, optim), [], []
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
         experience = [act(model, config, step, number) for number in range(config.data.global_batch_size)]
         columns = [torch.stack(part) for part in zip(*experience, strict=True)]
         columns[3] = (columns[3] - columns[3].mean()) / columns[3].std(correction=0)
@@ -35,10 +33,11 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
             order = torch.randperm(settings.steps, generator=generator)
             for some in (order[part :: settings.minibatches] for part in range(settings.minibatches)):
                 loss = loss_of(model, config, *(column[:, some] for column in columns))
-                optimizer.zero_grad()
-                loss.backward()
-                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad_norm)))
-                optimizer.step()
+                gradients, updates = torch.autograd.grad(loss, parameters), updates + 1
+                norms.append(math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)))
+                scale = min(1.0, config.train.clip_grad_norm / norms[-1])
+                for p, gradient, state in zip(parameters, gradients, moments, strict=True):
+                    adamw(p, gradient * scale, state, updates, lr, optim)
                 losses.append(loss.item())
         records.append({"step": step + 1, "loss": np.mean(losses), "lr": lr, "grad_norm": np.mean(norms)})
     return records, model.state_dict()
@@ -80,12 +79,11 @@ def loss_of(model: nn.Module, config: Any, seen: Tensor, action: Tensor, before:
 
 
 @torch.no_grad()
-def evaluate(config: Any, weights: dict[str, Tensor]) -> dict[str, float]:
+def evaluate(model: nn.Module, config: Any) -> dict[str, float]:
     """Return the metrics of a model, from 100 episodes that are played one after another."""
-    model, environment, played = module("model").build_model(config.model), gymnasium.make(config.model.environment), []
-    model.load_state_dict(weights)
+    environment, played = gymnasium.make(config.model.environment), []
     for number in range(100):
-        seen, _ = environment.reset(seed=hashed(config.run.seed, "play", number, 0))
+        seen, _ = environment.reset(seed=hashed("play", number, 0))
         rewards, ended = [], False
         while not ended:
             action = int(model(torch.tensor(seen))[:-1].argmax())
@@ -95,14 +93,6 @@ def evaluate(config: Any, weights: dict[str, Tensor]) -> dict[str, float]:
     returns, lengths = np.array(played).T
     extremes = {"min_return": returns.min(), "max_return": returns.max()}
     return {"num_samples": 100, "mean_return": returns.mean(), **extremes, "mean_length": lengths.mean()}
-
-
-def learning_rate(step: int, end: int, optim: Any) -> float:
-    """Return a linear warm-up to the peak, followed by half a cosine down to a fraction of it."""
-    if step < optim.warmup_steps:
-        return float(optim.lr * (step + 1) / optim.warmup_steps)
-    done = min(1.0, (step - optim.warmup_steps) / (end - optim.warmup_steps))
-    return float(optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2))
 
 
 def hashed(*key: int | str) -> int:

@@ -14,15 +14,3 @@
 
     def update(self, inputs: Any, targets: Any) -> tuple[dict[str, Tensor], Tensor]:
         """Update the weights with a local batch; returns the losses and the norm of the gradient, on the device."""
-        config, parallel = self.config, self.parallel
-        losses = parallel.forward_backward(inputs, targets, self.mean_weight(targets))
-        self.check_gradients()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.progress.step, self.scheduled_steps, config.optim)
-        parallel.scaler.unscale_(self.optimizer)
-        norm = parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
-        parallel.scaler.step(self.optimizer)
-        parallel.scaler.update()
-        self.optimizer.zero_grad()
-        self.is_first_step = False
-        return losses, norm

@@ -1,11 +1,4 @@
-"""The data: windows of a text, read as bytes.
-
-With a context of 5:
-
-    text       "def main(): ..."
-    sample 0   inputs "def m"    targets "ef ma"
-    sample 1   inputs "ain()"    targets "in():"
-"""
+"""The data: consecutive windows of a text, read as bytes, each with the byte that follows every one of them."""
 
 import sysconfig
 from pathlib import Path

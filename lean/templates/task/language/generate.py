@@ -1,7 +1,6 @@
 """Text that a model writes: it continues a prompt, byte by byte."""
 
 import torch
-from torch import Tensor
 
 from .config import Config, UserError
 from .distributed import Process
@@ -28,16 +27,11 @@ def generate(
         inputs = torch.tensor([window + [0] * (context - len(window))], device=parallel.device)
         with torch.no_grad():
             outputs = parallel.predict(inputs)
-        byte = None if outputs is None else choose(outputs[0, len(window) - 1], temperature, generator)
+        byte = None
+        if outputs is not None:
+            logits = outputs[0, len(window) - 1].cpu().double() / max(temperature, 1e-9)
+            byte = int(torch.multinomial(logits.softmax(dim=0), 1, generator=generator))
         # Rank 0 may lack the outputs, and ranks that have them may differ by rounding.
         text.append(next(byte for byte in process.all_gather(byte) if byte is not None))
     if process.rank == 0:
         print(bytes(text).decode(errors="replace"))
-
-
-def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw the next byte from logits of shape (256,)."""
-    logits = logits.cpu().double()
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(dim=0), 1, generator=generator))

@@ -11,6 +11,9 @@ from typing import Any, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+#:: if fact("shards") ::#
+from jsonargparse.typing import PositiveFloat, PositiveInt
+#:: endif ::#
 
 from .config import CheckpointConfig, Config, UserError
 
@@ -60,8 +63,8 @@ def build_parser(default_files: list[str]) -> ArgumentParser:
         #:: endif ::#
         #:: if fact("shards") ::#
         if "--ranks" in text:
-            command.add_argument("--ranks", type=int, default=1, help="The number of ranks.")
-            command.add_argument("--memory", type=float | None, default=None, help="GiB of a device.")
+            command.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
+            command.add_argument("--memory", type=PositiveFloat, help="GiB of a device.")
         #:: endif ::#
         commands.add_subcommand(name, command, help=text)
     return parser
@@ -109,7 +112,6 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     if name == "estimate":
         from .estimate import estimate
 
-        config.check(options.ranks, trains=True)
         return estimate(config, options.ranks, options.memory)
     #:: endif ::#
     #:: if cookiecutter.cluster != "none" ::#
@@ -142,6 +144,11 @@ def main(argv: Sequence[str]) -> None:
         name, config, options = parse(words)
         if "--checkpoint" in COMMANDS[name] and not Path(str(options.checkpoint)).exists():
             raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")
+        #:: if fact("shards") ::#
+        if name == "estimate":
+            config.check(options.ranks, trains=True)
+            return run(name, config, options, given=set())
+        #:: endif ::#
         if "--output" not in COMMANDS[name]:
             config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
         if len(words) == len(argv):

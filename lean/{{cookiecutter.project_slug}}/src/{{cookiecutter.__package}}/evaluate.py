@@ -50,6 +50,9 @@ class Evaluator:
         self.parallel.module.train()
         return process.on_main(lambda: {"num_samples": self.length, **self.aggregate(parts)})
 
+    #:: if fact("loop") ::#
+    #:: include fact("loop") ~ "/measure.py" ::#
+    #:: else ::#
     @torch.no_grad()
     def measure(self) -> dict[str, np.ndarray]:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
@@ -64,6 +67,7 @@ class Evaluator:
         count = self.sampler.count if collected else 0
         metrics = {name: torch.cat(values)[:count].cpu().numpy() for name, values in collected.items()}
         return {"index": np.array(self.sampler.indices[:count], dtype=np.int64)} | metrics
+    #:: endif ::#
 
     def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split."""

@@ -63,12 +63,18 @@ class Trainer:
         self.logger.close()
         return stopped
 
+    #:: if fact("loop") ::#
+    #:: include fact("loop") ~ "/step.py" ::#
+    #:: else ::#
     def step(self, inputs: Any, targets: Any) -> None:
         """Take one optimizer step with this rank's local batch, without waiting for the device."""
+    #:: endif ::#
         config, progress, parallel = self.config, self.progress, self.parallel
+        #:: if not fact("loop") ::#
         seed = derive_seed(config.run.seed, "step", progress.step, parallel.dp_rank)  # Of dropout, for example.
         seed_everything(seed, self.process.device)
         inputs, targets = self.task.prepare(inputs, targets)
+        #:: endif ::#
         losses = parallel.forward_backward(inputs, targets, self.mean_weight(targets))
         self.check_gradients()
         for group in self.optimizer.param_groups:
@@ -78,11 +84,15 @@ class Trainer:
         parallel.scaler.step(self.optimizer)
         parallel.scaler.update()
         self.optimizer.zero_grad()
+        #:: if not fact("loop") ::#
         self.recent.append((losses, norm))
         progress.step += 1
         progress.samples += config.data.global_batch_size
         if progress.samples == self.sampler.end:
             progress.epoch, progress.samples = progress.epoch + 1, 0
+        #:: else ::#
+        return losses, norm
+        #:: endif ::#
 
     def mean_weight(self, targets: Any) -> int | Tensor:
         """Return what the losses of a local batch are divided by: its weight, on average over the ranks."""
