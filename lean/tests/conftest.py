@@ -29,7 +29,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 Bake = Callable[..., Path]
 # Each test of these files has its own runs; those of another file share some, and stay on one worker.
-INDEPENDENT = ("test_parity.py",)
+INDEPENDENT = ("test_parity.py", "test_own_tests.py")
 
 
 class ByFile(LoadScopeScheduling):

@@ -25,6 +25,7 @@ SETTINGS = {
     "model.heads": 4,
     "model.context": 32,
     "optim.warmup_steps": 2,
+    "train.epochs": 2,
     "train.max_steps": 12,
     "train.microbatches": 4,
     "train.log_every": 1,
@@ -95,7 +96,7 @@ def test_a_killed_run_resumes_bitwise(baked: Bake, reference: dict[str, Any], tm
 def test_shared_weights_stay_shared_or_are_refused_by_name(baked: Bake, tmp_path: Path, strategy: str) -> None:
     project, refused = hostile(baked, strategy, TIED=True), strategy in SPLITS_BLOCKS
     words = (*WORDS, "--run.dir", tmp_path)
-    result = launch(project, *words, nproc=nproc_of(strategy), code=1 if refused else 0)
+    result = launch(project, *words, nproc=nproc_of(strategy), code=2 if refused else 0)
     if refused:
         assert "linear.weight" in result.stderr and result.stderr.startswith("error: "), result.stderr
         assert result.stderr.count("\n") == 1, result.stderr
@@ -107,7 +108,7 @@ def test_shared_weights_stay_shared_or_are_refused_by_name(baked: Bake, tmp_path
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_unused_parameter_is_refused_by_name_unless_it_may_be(baked: Bake, tmp_path: Path, strategy: str) -> None:
     project, nproc = hostile(baked, strategy, UNUSED=True), nproc_of(strategy)
-    result = launch(project, *WORDS, "--run.dir", tmp_path / "refused", nproc=nproc, code=1)
+    result = launch(project, *WORDS, "--run.dir", tmp_path / "refused", nproc=nproc, code=2)
     assert "head.unused" in result.stderr and result.stderr.count("\n") == 1, result.stderr
     launch(project, *WORDS, "--run.dir", tmp_path / "run", "--train.allow_unused", "true", nproc=nproc)
     assert not content(tmp_path / "run")["model"]["head.unused"].any()

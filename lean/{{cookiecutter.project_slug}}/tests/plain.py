@@ -31,7 +31,7 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
     task = module("task").Task(config, torch.device("cpu"))
     seed_everything(config.run.seed)
     model = module("model").build_model(config.model)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     end = config.train.epochs * (len(train_set) // config.data.global_batch_size)
     for step, (inputs, targets) in enumerate(islice(batches(dataset, train_set, config), steps)):

@@ -7,13 +7,13 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlflow
 
 from .checkpoint import write_atomically
+from .config import UserError
 
 
 class Tracker:
@@ -26,7 +26,10 @@ class Tracker:
         with open(folder / ".mlflow.lock", "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)  # Runs that start together would all create the tables.
             mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db")
-            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "{{ cookiecutter.project_slug }}"))
+            try:
+                mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "{{ cookiecutter.project_slug }}"))
+            except mlflow.MlflowException as error:
+                raise UserError(f"MLflow cannot start: {error}; without MLFLOW_TRACKING_URI, it needs no server") from None
         tags = {"id": path.read_text()}
         found: Any = mlflow.search_runs(filter_string=f"tags.id = '{tags['id']}'", output_format="list")
         run = mlflow.start_run(found[0].info.run_id if found else None, run_name=run_dir.name, tags=tags)
@@ -47,7 +50,7 @@ class Tracker:
         """Note that the run has ended."""
         self.attempt(mlflow.end_run)
 
-    def attempt(self, action: Callable[[], object]) -> None:
+    def attempt(self, action: Any) -> None:
         """Send something, unless that has failed before."""
         try:
             if not self.has_failed:

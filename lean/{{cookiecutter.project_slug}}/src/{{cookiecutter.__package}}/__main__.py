@@ -118,7 +118,7 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     if name == "doctor":
         from .doctor import doctor
 
-        sys.exit(doctor(config))
+        doctor(config)
     #:: endif ::#
     gc.freeze()  # The imports made 400,000 objects that stay; the garbage collector would look at them again and again.
     process, stopped = setup(config), False

@@ -86,7 +86,6 @@ def setup(config: Config) -> Process:
         timeout=timeout,
         device_id=device if device.type != "cpu" and settings.backend != "gloo" else None,
     )
-    # All groups are made now, while all ranks are here.
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)
     main_group = dist.new_group(backend="gloo", timeout=MAIN_TIMEOUT)
     return Process(rank, world_size, device, cpu_group, main_group, dist.PrefixStore("reports", store))
@@ -101,8 +100,9 @@ def cleanup(stopped: bool = False) -> None:
 
 def exit_now(code: int) -> NoReturn:
     """End the process at once: Python would take threads apart that gloo keeps running, and sometimes abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # Nobody may read them any more.
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -192,7 +192,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
 
 
 def exchange_reports(text: str, process: Process) -> dict[int, str]:
-    """Report what ended this rank, and return the reports by rank, until one of another rank names an error."""
+    """Report what ended this rank, and return the reports by rank, after that of rank 0 or of one that failed."""
     reports, deadline = {process.rank: text}, time.monotonic() + REPORT_SECONDS
     with suppress(RuntimeError):  # The store may be gone, with the launcher.
         process.store.set(str(process.rank), text)
@@ -200,7 +200,8 @@ def exchange_reports(text: str, process: Process) -> dict[int, str]:
             for rank in set(range(process.world_size)) - reports.keys():
                 if process.store.check([str(rank)]):
                     reports[rank] = process.store.get(str(rank)).decode()
-            if any(reports[rank] for rank in reports if rank != process.rank) or len(reports) == process.world_size:
+            is_known = 0 in reports if text else any(reports.values())
+            if is_known or len(reports) == process.world_size:
                 break
             time.sleep(0.1)
     return reports
