@@ -1,7 +1,7 @@
 """``doctor``: checks what breaks a first run on several machines, and prints one line for each check.
 
-Ranks exchange what they find through a store, which needs no more than a host and a port: so there is a report even if
-they cannot form a process group.
+First, machines connect by plain sockets. Then ranks exchange what they find through a store, which needs no more than a
+host and a port: so there is a report even if they cannot form a process group.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from .config import Config, UserError
 from .distributed import Process, exit_now, find_ranks, setup
 
 Row = tuple[str, str, str]  # pass, warn or fail; the check; what it found.
-WAIT = timedelta(seconds=60)  # How long machines and ranks wait for each other.
+WAIT, MET = 60.0, "all are here"  # Seconds that machines and ranks wait for each other.
 EQUAL = ("versions", "code", "settings")  # These have to be the same on all ranks.
 MIB, GIB = 2**20, 2**30
 
@@ -33,44 +33,66 @@ MIB, GIB = 2**20, 2**30
 def meet() -> int:
     """Check, before ranks are started, that all machines reach the first one; returns the exit code."""
     nodes, node_rank = int(os.environ.get("NODES", "1")), int(os.environ.get("NODE_RANK", "0"))
-    host, port, missing = os.environ.get("HEAD", ""), int(os.environ.get("PORT", "29400")), list[int]()
+    host, port, found = os.environ.get("HEAD", ""), int(os.environ.get("PORT", "29400")), MET
     try:
         if nodes > 1:
-            store = dist.TCPStore(host, port, is_master=node_rank == 0, timeout=WAIT, wait_for_workers=False)
-            missing = [rank for rank, here in enumerate(exchange(store, "here", True, node_rank, nodes)) if not here]
-            store.set(f"gone/{node_rank}", "")
-            if node_rank == 0 and not missing:  # It ends last, because it holds the store.
-                store.wait([f"gone/{other}" for other in range(nodes)])
-        reason = f"no machine {', '.join(map(str, missing))}"
-    except RuntimeError as error:
-        missing, reason = [0], str(error).splitlines()[0]
-    text = f"machine {node_rank}, {socket.gethostname()}, at {host}, port {port}: {reason}; start all within a minute"
-    return print_rows([("fail", "rendezvous", text)]) if missing else 0
+            found = connect(host, port, node_rank) if node_rank else listen(port, set(range(1, nodes)))
+    except OSError as error:
+        found = error.strerror or str(error)
+    text = f"machine {node_rank}, {socket.gethostname()}, at {host}, port {port}: {found}; start all within a minute"
+    return 0 if found == MET else print_rows([("fail", "rendezvous", text)])
+
+
+def listen(port: int, missing: set[int]) -> str:
+    """Wait for the other machines, and tell them which are missing."""
+    connections, deadline = list[socket.socket](), time.monotonic() + WAIT
+    with socket.create_server(("", port)) as server, suppress(TimeoutError):
+        while missing:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            connections.append(server.accept()[0])
+            missing.discard(int(connections[-1].recv(9)))
+    found = f"no machine {', '.join(map(str, sorted(missing)))}" if missing else MET
+    for connection in connections:
+        connection.sendall(found.encode())
+    return found
+
+
+def connect(host: str, port: int, node_rank: int) -> str:
+    """Tell the first machine which one this is; returns what it says about the others."""
+    deadline, found = time.monotonic() + WAIT, ""
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=WAIT) as connection:
+                connection.sendall(str(node_rank).encode())
+                return connection.recv(999).decode() or "another program listens there"
+        except OSError as error:
+            found = error.strerror or str(error)
+            time.sleep(0.5)
+    return found
 
 
 def doctor(config: Config) -> NoReturn:
     """Check this rank's machine and the process group, on every rank; rank 0 prints. The exit code is 1 on failure."""
-    config.distributed.timeout_seconds = min(config.distributed.timeout_seconds, WAIT.total_seconds())
+    config.distributed.timeout_seconds = min(config.distributed.timeout_seconds, WAIT)
     rows = [*identify(config), check_host_name(), *check_interfaces(), check_variables()]
     if os.environ.get("LOCAL_RANK", "0") == "0":
         rows += [check_shared_memory(), check_disk(Path(config.run.dir))]
     try:
-        store, rank, world_size = find_ranks(config.distributed.init_method, WAIT)
+        store, rank, world_size = find_ranks(config.distributed.init_method, timedelta(seconds=WAIT))
     except (RuntimeError, ValueError, KeyError) as error:
-        where = f"{socket.gethostname()}: {os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
-        exit_now(print_rows([*rows, ("fail", "rendezvous", f"{where}: {str(error).splitlines()[0]}")]))
+        exit_now(print_rows([*rows, ("fail", "rendezvous", f"{socket.gethostname()}: {str(error).splitlines()[0]}")]))
     code = print_rows(merge(exchange(store, "alone", rows, rank, world_size)), rank)
     if code == 0:  # Otherwise the process group would only wait in vain.
         code = print_rows(merge(exchange(store, "together", check_process_group(config), rank, world_size)), rank)
     with suppress(RuntimeError):  # A launcher ends all ranks at the first failure; rank 0 has to print before.
-        store.set("printed", "") if rank == 0 else store.wait(["printed"], WAIT)
+        store.set("printed", "") if rank == 0 else store.wait(["printed"], timedelta(seconds=WAIT))
     exit_now(code)
 
 
 def exchange(store: Any, key: str, value: Any, rank: int, world_size: int) -> list[Any]:
     """Return the values of all ranks, None for one that has not sent its value within WAIT."""
     store.set(f"{key}/{rank}", json.dumps(value))
-    values, deadline = [], time.monotonic() + WAIT.total_seconds()
+    values, deadline = [], time.monotonic() + WAIT
     for other in range(world_size):
         try:
             store.wait([f"{key}/{other}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
@@ -134,11 +156,9 @@ def check_interfaces() -> list[Row]:
 
 
 def check_variables() -> Row:
-    """List the variables of NCCL and gloo; those that take a fast path from NCCL are worth a second thought."""
-    found = {name: value for name, value in sorted(os.environ.items()) if re.match("(TORCH_)?NCCL_|GLOO_", name)}
-    text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none set"
-    is_slow = any(re.match("NCCL_(P2P|IB|SHM)_DISABLE", name) and value != "0" for name, value in found.items())
-    return "warn" if is_slow else "pass", "variables", text
+    """List the variables of NCCL and gloo."""
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if re.match("NCCL_|GLOO_", name)]
+    return "pass", "variables", ", ".join(found) or "none set"
 
 
 def check_shared_memory() -> Row:
@@ -149,18 +169,15 @@ def check_shared_memory() -> Row:
 
 
 def check_disk(run_dir: Path) -> Row:
-    """Check that run.dir can be written, and how fast, by a file that has no name and cannot stay behind."""
+    """Check that run.dir can be written, by a file that has no name and cannot stay behind, and has free space."""
     folder = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            start = time.perf_counter()
-            file.write(os.urandom(32 * MIB))
-            os.fsync(file.fileno())
-            speed = 32 / (time.perf_counter() - start)
+            file.write(os.urandom(MIB))
     except OSError as error:
         return "fail", "disk", f"{folder} cannot be written: {error.strerror}"
     free = shutil.disk_usage(folder).free / GIB
-    return "pass" if free > 10 else "warn", "disk", f"{folder}: {free:.1f} GiB free, writes {speed:.0f} MiB/s"
+    return "pass" if free > 10 else "warn", "disk", f"{folder}: {free:.1f} GiB free"
 
 
 def check_process_group(config: Config) -> list[Row]:
@@ -182,10 +199,7 @@ def check_clocks(process: Process) -> Row:
 
 
 def check_all_reduce(process: Process) -> Row:
-    """Check the sum of an all-reduce, and measure it.
-
-    A ring sends 2 (N - 1) / N bytes over each link for each byte (NVIDIA's nccl-tests, doc/PERFORMANCE.md).
-    """
+    """Check the sum of an all-reduce; a ring sends 2 (N - 1) / N bytes over each link for each byte."""
     seconds, wrong, ranks = list[float](), 0, process.world_size
     for _ in range(5):
         tensor = torch.full((16 * MIB,), process.rank + 1.0, device=process.device)
@@ -195,9 +209,8 @@ def check_all_reduce(process: Process) -> Row:
         tensor[0].item()  # Waits for the device.
         seconds.append(time.perf_counter() - start)
         wrong += int((tensor != ranks * (ranks + 1) / 2).sum())
-    reports = process.all_gather((min(seconds), wrong))
-    if failed := [rank for rank, (_, count) in enumerate(reports) if count]:
-        return "fail", "all-reduce", f"the sum is wrong on rank {', '.join(map(str, failed))}"
-    slowest, _ = max(reports)
+    if sum(process.all_gather(wrong)):
+        return "fail", "all-reduce", "the sum is wrong"
+    slowest = max(process.all_gather(min(seconds)))
     speed = 2 * (ranks - 1) / ranks * tensor.nbytes / slowest / 1e9
     return "pass", "all-reduce", f"64 MiB in {1000 * slowest:.1f} ms, {speed:.2f} GB/s on the bus"

@@ -1,4 +1,4 @@
-        # The shapes of what passes between stages, which ranks would send each other: those of the whole model.
+        # The shapes that stages would send each other, from the whole model.
         from .model import build_model
         from .parallel import NUMBER, shapes_of, split_batch
         from .stages import outline_stages

@@ -1,8 +1,8 @@
 """Does it fit? The memory that a step needs on a rank: ``scripts/launch.sh estimate --ranks 64 --memory 80``.
 
 One process takes a step as one of N ranks. Its tensors have shapes but no values, and its process group sends nothing.
-Activations include buffers, messages and gathered weights, at the peak; some gradients may not exist then. Not counted:
-what CUDA and NCCL need, temporary memory inside a kernel, and fragmentation. Attention is that of a CPU.
+Activations include buffers, messages and gathered weights, at the peak. Not counted: what CUDA and NCCL need, memory
+inside a kernel, and fragmentation. Attention is that of a CPU.
 """
 
 import math
@@ -29,7 +29,7 @@ GIB, COLUMNS = 2**30, ("weights", "gradients", "optimizer", "activations", "peak
 def estimate(config: Config, world_size: int, memory: float | None) -> None:
     """Print what a rank needs, and whether that fits into ``memory`` GiB."""
     config.train.compile = False  # Compiled blocks need about as much.
-    ranks, peaks = range(1), list[float]()  # No rank needs more than the first one.
+    ranks, peaks = range(1), list[float]()  # No rank needs more.
     #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/ranks.py" ignore missing ::#
     print(f"{'GiB':9}", *(f"{name:>11}" for name in COLUMNS))
     for rank in ranks:
@@ -41,20 +41,21 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
 
 
 class Ledger(FakeTensorMode):
-    """Computes shapes instead of values, and records the peak of memory; a number that a program reads is 1."""
+    """Computes shapes instead of values, and records the peak of memory; a number that is read is 1."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # Without this memo of weak references, because module.to() moves no parameter that has one.
+        # No memo of weak references: module.to() moves no parameter that has one.
         self.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
         self.storages, self.at_peak, self.depth = WeakSet[Any](), dict[ref[Any], int](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, tensors = func.overloadpacket, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = func.overloadpacket
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if name is torch.ops.aten._local_scalar_dense and is_fake:
             return torch.full((), args[0].dtype != torch.bool, dtype=args[0].dtype).item()
-        # What is computed from values stays a value. PyTorch reads the ranks of a mesh, which come from arange.
+        # What is computed from values stays a value, such as the ranks of a mesh, from arange.
         if not is_fake and (tensors or name is torch.ops.aten.arange):
             return func(*args, **kwargs or {})
         self.depth += 1
@@ -65,14 +66,14 @@ class Ledger(FakeTensorMode):
         if not self.depth:  # Not an operation that only finds the shape of another.
             fakes = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, FakeTensor)]
             self.storages.update(fake.untyped_storage() for fake in fakes if fake.device.type != "meta")
-            # Sizes are read again, because gathered weights are freed by resizing their storage.
+            # Gathered weights are freed by resizing their storage.
             in_use = {ref(storage): storage.nbytes() for storage in self.storages}
             self.at_peak = max(self.at_peak, in_use, key=lambda sizes: sum(sizes.values()))
         return outputs
 
 
 def simulate(config: Config, world_size: int, rank: int) -> list[int]:
-    """Take a step as one of the ranks; returns the bytes of COLUMNS. All samples have the shape of the first one."""
+    """Take a step as one of the ranks; returns the bytes of COLUMNS."""
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     process = Process(rank, world_size, torch.device("cpu"), dist.group.WORLD, dist.group.WORLD, dist.HashStore())
     with Ledger() as ledger:

@@ -29,7 +29,7 @@ class Tracker:
             try:
                 mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "{{ cookiecutter.project_slug }}"))
             except mlflow.MlflowException as error:
-                raise UserError(f"MLflow cannot start: {error}; without MLFLOW_TRACKING_URI, it needs no server") from None
+                raise UserError(f"MLflow cannot start: {error}; MLFLOW_TRACKING_URI is optional") from None
         tags = {"id": path.read_text()}
         found: Any = mlflow.search_runs(filter_string=f"tags.id = '{tags['id']}'", output_format="list")
         run = mlflow.start_run(found[0].info.run_id if found else None, run_name=run_dir.name, tags=tags)
