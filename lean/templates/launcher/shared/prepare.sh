@@ -11,7 +11,7 @@ case " $* " in
     *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " estimate "*)
         exec "$python" -m {{ cookiecutter.__package }} "$@" ;;
 esac
-gpus="${CUDA_VISIBLE_DEVICES-$(cd /dev && ls -d nvidia[0-9]* 2>/dev/null || true)}"
+gpus="${CUDA_VISIBLE_DEVICES-$(compgen -G '/dev/nvidia[0-9]*' || true)}"
 gpus=$(wc -w <<<"${gpus//,/ }")
 nproc="${NPROC:-{{ fact("nproc") or "$((gpus ? gpus : 2))" }}}" nodes="${NODES:-1}" number='[1-9][0-9]{0,4}'
 [[ "$nproc $nodes" =~ ^$number\ $number$ ]] || mistake "NPROC=$nproc and NODES=$nodes have to be numbers"

@@ -175,8 +175,8 @@ def fail(error: Exception, process: Process) -> NoReturn:
     """End this process, and print why: which ranks failed or are silent, or an error, unless rank 0 prints the same."""
     waited = isinstance(error, RuntimeError) and re.search("gloo|NCCL|collective|[Cc]onnection", str(error))
     text, does_not_fit = " ".join(f"{type(error).__name__}: {error}".split()), "loading state_dict" in str(error)
-    code = 2 if isinstance(error, UserError) or does_not_fit else 1
     reports = exchange_reports("" if waited else text, process)
+    code = 2 if does_not_fit or any(report.startswith("UserError") for report in reports.values()) else 1
     failed = [f"rank {rank} failed with {report}" for rank, report in sorted(reports.items()) if report]
     silent = ", ".join(str(rank) for rank in range(process.world_size) if rank not in reports)
     if waited:
