@@ -1,45 +1,45 @@
-"""Reject answers that cannot work before anything is written, and print the reason and a command that works.
+"""What stands between the answers and the rendered project: checks, the default slug, and the facts of each choice.
 
-cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. Its checks
-depend only on the answers and on cookiecutter.json, so that a project renders the same everywhere.
+cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. It rejects
+an answer that cannot work before anything is written, with the reason and a command that works.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import keyword
 import re
 import shlex
 import sys
 import unicodedata
 from pathlib import Path
 
+from jinja2 import pass_context
 from jinja2.ext import Extension
+from slugify import slugify
 
-# The answers that are text, each with one that works.
-EXAMPLES = {
-    "project_name": "My Experiment",
-    "project_slug": "my-experiment",
-    "description": "Distributed training in plain PyTorch",
-    "author": "Your Name",
-}
+HERE = Path(__file__).parent
+EXAMPLE, SLUG_LIMIT = "my-experiment", 60
 # These change the order in which the text around a name is displayed.
 BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 NONCHARACTERS = "\ufffe\uffff"  # No YAML file may contain them.
 
 
 class CheckAnswers(Extension):
-    """Adds what cookiecutter.json calls: `keep_answers` before the questions, `check_answers` after them."""
+    """Adds what cookiecutter.json and the templates call."""
 
     def __init__(self, environment):
         super().__init__(environment)
         sys.modules.pop(__name__, None)  # cruft renders two versions of the template in one process.
-        environment.globals["keep_answers"] = self.keep_answers
-        environment.globals["check_answers"] = self.check_answers
+        functions = {"keep_answers": self.keep_answers, "check_answers": self.check_answers}
+        environment.globals.update(functions, default_slug=default_slug, fact=fact)
+        environment.filters["quoted"] = quoted
         self.templates = None
 
     def keep_answers(self):
         """From now on, evaluate only what cookiecutter.json computes: an answer is text, not a Jinja template."""
-        context = json.loads(Path(__file__).with_name("cookiecutter.json").read_text(encoding="utf-8"))
+        context = read_json("cookiecutter.json")
         computed = {value for name, value in context.items() if name.startswith("__") and name != "__prompts__"}
         self.templates = computed | {context["project_slug"]}
         return ""
@@ -60,16 +60,60 @@ class CheckAnswers(Extension):
         return "{{ " + ascii(source) + " }}" if is_answer else source
 
 
+@pass_context
+def fact(context, name):
+    """Return what follows from the answers: ``name`` in the facts.json of a choice's folder; "" if none states it."""
+    return next((facts[name] for facts in read_facts(context["cookiecutter"]) if name in facts), "")
+
+
+def read_facts(answers):
+    """Yield the facts that each choice states."""
+    for question, values in read_json("cookiecutter.json").items():
+        if isinstance(values, list) and not question.startswith("_"):
+            yield read_json(f"templates/{question}/{answers[question]}/facts.json")
+
+
+@functools.cache
+def read_json(path):
+    """Return the content of a file of the template; empty if there is none."""
+    file = HERE / path
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def quoted(text):
+    """Return a text as it stands between double quotes, in Python, TOML, YAML and JSON."""
+    return text.strip().replace("\\", "\\\\").replace('"', '\\"')
+
+
+def default_slug(name):
+    """Return the slug that is offered for the name of a project."""
+    slug = slugify(name, entities=False, decimal=False, hexadecimal=False, max_length=48, word_boundary=True)
+    prefix = "my-" if find_owner(slug) else "experiment-" if slug[:1].isdigit() else ""
+    return prefix + slug or EXAMPLE
+
+
+def find_owner(slug):
+    """Return why a name in lower case, joined by '-', is reserved, or None."""
+    name = slug.replace("-", "_")
+    if keyword.iskeyword(name) or name in ("true", "false", "none"):
+        return "is a Python keyword"
+    if name in {module.lower() for module in sys.stdlib_module_names}:
+        return "is the name of an existing module, in Python's standard library"
+    return next((reason for reason, names in read_json("reserved.json").items() if slug in names), None)
+
+
 def find_fault(answers):
     """Return the first answer that cannot work as (question, reason, a better value), or None if all work."""
-    for question, example in EXAMPLES.items():
+    context = read_json("cookiecutter.json")
+    for question in [name for name, value in context.items() if name[0] != "_" and isinstance(value, str)]:
         answer = answers[question]
         if any(map(is_control, answer)):
             printable = "".join(" " if is_control(c) else c for c in answer)
             return question, "contains a control character or a line break", " ".join(printable.split())
         if all(c.isspace() or unicodedata.category(c) == "Cf" for c in answer):
-            return question, "is empty", answers["__default_slug"] if question == "project_slug" else example
-    return find_slug_fault(answers)
+            is_slug = question == "project_slug"
+            return question, "is empty", default_slug(answers["project_name"]) if is_slug else context[question]
+    return find_slug_fault(answers["project_slug"].strip()) or find_refusal(answers, context)
 
 
 def is_control(character):
@@ -77,24 +121,29 @@ def is_control(character):
     return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDI_CONTROLS + NONCHARACTERS
 
 
-def find_slug_fault(answers):
-    """Return why the slug cannot be the name of a folder, a distribution and a package, as find_fault does."""
-    slug, limit = answers["project_slug"].strip(), answers["_slug_limit"]
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", slug):
-        return "project_slug", "is not letters and digits, joined by '-', starting with a letter", suggest(slug, limit)
-    if len(slug) > limit:
-        return "project_slug", f"is longer than {limit} characters", suggest(slug, limit)
-    normalized = slug.lower().replace("_", "-")  # As pip compares names.
-    for reason, names in answers["_reserved"].items():
-        if normalized in names:
-            return "project_slug", reason, f"my-{normalized}"
+def find_slug_fault(slug):
+    """Return why a slug cannot be the name of a folder, a distribution and a package, as find_fault does."""
+    words = "-".join(re.findall("[a-z0-9]+", slug.lower())) or EXAMPLE  # As pip compares names.
+    better = (words if words[0].isalpha() else f"experiment-{words}")[:SLUG_LIMIT].rstrip("-")
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", slug):
+        return "project_slug", "is not letters and digits, joined by '-', starting with a letter", better
+    if len(slug) > SLUG_LIMIT:
+        return "project_slug", f"is longer than {SLUG_LIMIT} characters", better
+    owner = find_owner(words)
+    return ("project_slug", owner, f"my-{words}") if owner else None
+
+
+def find_refusal(answers, context):
+    """Return the first choice that another one refuses in its facts.json, as find_fault does.
+
+    It states why, as in {"refuses": {"parallelism": {"pipeline": "leaves the outputs on one rank, ..."}}}.
+    """
+    for facts in read_facts(answers):
+        for question, reasons in facts.get("refuses", {}).items():
+            if answers[question] in reasons:
+                better = next(choice for choice in context[question] if choice not in reasons)
+                return question, reasons[answers[question]], better
     return None
-
-
-def suggest(text, limit):
-    """Return a slug of letters and digits that is as close to ``text`` as possible."""
-    slug = "-".join(re.findall(r"[a-z0-9]+", text.lower())) or EXAMPLES["project_slug"]
-    return (slug if slug[0].isalpha() else f"experiment-{slug}")[:limit].rstrip("-")
 
 
 def command(answers, words):

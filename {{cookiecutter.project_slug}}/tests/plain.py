@@ -1,80 +1,76 @@
-"""A plain training loop, in one process, from which every run must not differ.
+#:: if fact("loop") ::#
+#:: include fact("loop") ~ "/plain.py" ::#
+#:: else ::#
+"""A plain training loop, in one process, from which no run must differ.
 
 It is written from the documented rules with nothing but PyTorch. Of the package it uses only the experiment: the model,
 the datasets and the loss. So it repeats no mistake in order, random numbers, schedule, clipping or optimizer.
 """
 
 import math
-#:: if not cookiecutter.__plays ::#
 import random
-import struct
-#:: endif ::#
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import count, islice
 from typing import Any
 
-#:: if cookiecutter.__plays ::#
-import gymnasium
-#:: endif ::#
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
-#:: if not cookiecutter.__plays ::#
-from torch.utils.data import IterableDataset
-#:: endif ::#
+from torch import Tensor
 
 from support import module
 
-dataset, build_model = module("dataset"), module("model").build_model
+Records = list[dict[str, float]]
 
 
-@dataclass
-class Plain:
-    """What a run has to log of each step, and its final weights."""
-
-    records: list[dict[str, float]] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-
-
-def train(config: Any, steps: int, device: str = "cpu") -> Plain:
-    """Train for a number of steps, with the model on ``device``."""
-    torch.manual_seed(config.run.seed)
+def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
+    """Train for a number of steps; returns what a run has to log of each, and the final weights."""
+    dataset, optim, records = module("dataset"), config.optim, []
+    seed_everything(config.run.seed)
     train_set, _ = dataset.build_datasets(config)
-    model, plain = build_model(config.model).to(device), Plain()
+    task = module("task").Task(config, torch.device("cpu"))
+    seed_everything(config.run.seed)
+    model = module("model").build_model(config.model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
-    planned = plan_steps(train_set, config)
-    #:: if cookiecutter.__plays ::#
-    # It plays with the model as it is at that moment.
-    endless = batches(lambda observations: model(observations.to(device)).cpu(), config)
-    #:: else ::#
-    endless = batches(train_set, config)
-    #:: endif ::#
-    for step, batch in enumerate(islice(endless, steps)):
-        inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-        losses, weight = dataset.loss_fn(model(inputs), targets)
-        loss = (losses["loss"] if isinstance(losses, dict) else losses) / weight
+    end = config.train.epochs * (len(train_set) // config.data.global_batch_size)
+    for step, (inputs, targets) in enumerate(islice(batches(dataset, train_set, config), steps)):
+        inputs, targets = task.prepare(inputs, targets)
+        loss = task.losses(model(inputs), targets)["loss"] / task.weight(targets)
         gradients = torch.autograd.grad(loss, parameters)
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-        lr, scale = learning_rate(step, planned, config.optim), min(1.0, config.train.clip_grad_norm / norm)
+        lr, scale = learning_rate(step, end, optim), min(1.0, config.train.clip_grad_norm / norm)
         for p, gradient, state in zip(parameters, gradients, moments, strict=True):
-            adamw(p, gradient * scale, state, step + 1, lr, config.optim)
-        plain.records.append({"step": step + 1, "loss": loss.item(), "lr": lr, "grad_norm": norm})
-    plain.weights = {name: value.cpu() for name, value in model.state_dict().items()}
-    return plain
+            adamw(p, gradient * scale, state, step + 1, lr, optim)
+        records.append({"step": step + 1, "loss": loss.item(), "lr": lr, "grad_norm": norm})
+    return records, model.state_dict()
 
 
-def plan_steps(train_set: Any, config: Any) -> int:
-    """Return the step at which the schedule ends."""
-    if config.optim.decay_steps is None and hasattr(train_set, "__len__"):
-        return int(config.train.epochs * (len(train_set) // config.data.global_batch_size))
-    return int(config.optim.decay_steps or config.train.max_steps)
+def batches(dataset: Any, train_set: Any, config: Any) -> Iterator[Any]:
+    """Yield global batches: an epoch is one permutation of the samples, without the incomplete batch at its end."""
+    seed, size = config.run.seed, config.data.global_batch_size
+    for epoch in count():
+        order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(seed + epoch * 2**32)).tolist()
+        for start in range(0, len(train_set) - size + 1, size):
+            yield dataset.collate_fn(read(train_set, seed, epoch, order[start : start + size]))
 
 
-#:: include cookiecutter.__loop_of_task ~ "/plain.py" ::#
+def read(samples: Any, seed: int, epoch: int, indices: Any) -> list[Any]:
+    """Return samples, each drawn with random numbers that are seeded with (seed, epoch, index)."""
+    batch = []
+    for index in indices:
+        key = repr((seed, epoch, index)).encode()
+        seed_everything(int.from_bytes(blake2b(key, digest_size=8).digest(), "big"))
+        batch.append(samples[index])
+    return batch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed ``random``, NumPy and PyTorch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+#:: endif ::#
 
 
 def learning_rate(step: int, end: int, optim: Any) -> float:
@@ -86,7 +82,7 @@ def learning_rate(step: int, end: int, optim: Any) -> float:
 
 
 @torch.no_grad()
-def adamw(p: nn.Parameter, gradient: Tensor, moments: Sequence[Tensor], step: int, lr: float, optim: Any) -> None:
+def adamw(p: Tensor, gradient: Tensor, moments: Any, step: int, lr: float, optim: Any) -> None:
     """Take a step of AdamW (Loshchilov and Hutter 2019, algorithm 2); only matrices and kernels decay."""
     corrected = []
     for moment, value, beta in zip(moments, (gradient, gradient**2), optim.betas, strict=True):

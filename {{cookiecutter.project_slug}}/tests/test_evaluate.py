@@ -6,52 +6,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-#:: if not cookiecutter.__plays ::#
+#:: if not fact("loop") ::#
 import torch
 #:: endif ::#
 
 import plain
-from support import RANKS, SEED, SPLITS, launch, load_model, module, newest_checkpoint, read_records, settings, split_id
-
-dataset, build_model = module("dataset"), module("model").build_model
+from support import EVALUATES_ON, checkpoints, launch, load, module, read_records, settings
 
 
 def plain_metrics(run: Path) -> dict[str, Any]:
-    """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group.
-
-    What a metric is, the dataset says here too; ``test_dataset.py`` checks it.
-    """
-    config = settings(*SEED)
-    #:: if not cookiecutter.__plays ::#
-    _, test_set = dataset.build_datasets(config)
-    #:: endif ::#
-    model = build_model(config.model)
-    model.load_state_dict(load_model(run))
-    #:: if cookiecutter.__plays ::#
-    played = plain.play(model.eval(), config)
-    return {"num_samples": len(played["return"]), **dataset.aggregate_metrics(played)}
+    """Compute the metrics of a run's last checkpoint in plain PyTorch, without launcher and process group."""
+    #:: if fact("loop") ::#
+    config = settings()
     #:: else ::#
-    inputs, targets = dataset.collate_fn(plain.read(test_set, config.run.seed, 0, range(len(test_set))))
+    config, dataset = settings(), module("dataset")
+    plain.seed_everything(config.run.seed)
+    _, test_set = dataset.build_datasets(config)
+    task = module("task").Task(config, torch.device("cpu"))
+    #:: endif ::#
+    model = module("model").build_model(config.model)
+    model.load_state_dict(load(run)["model"])
+    #:: if not fact("loop") ::#
+    batch = dataset.collate_fn(plain.read(test_set, config.run.seed, 0, range(len(test_set))))
     with torch.no_grad():
-        per_sample = dataset.per_sample_metrics(model.eval()(inputs), targets)
-    metrics = dataset.aggregate_metrics({name: values.numpy() for name, values in per_sample.items()})
-    return {"num_samples": len(test_set), **metrics}
+        inputs, targets = task.prepare(*batch)
+        metrics = task.metrics(model.eval()(inputs), targets)
+    return {"num_samples": len(test_set), **task.aggregate({name: values.numpy() for name, values in metrics.items()})}
+    #:: else ::#
+    return plain.evaluate(model, config)
     #:: endif ::#
 
 
-def assert_metrics(record: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert record.keys() >= expected.keys()
-    for name, value in expected.items():
-        assert record[name] == pytest.approx(value, rel=1e-5), f"{name}: was each sample counted once, in order?"
-
-
-@pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=split_id)
-def test_a_run_counts_every_sample_once(trained: Callable[..., Path], nproc: int, words: list[str]) -> None:
-    run = trained(nproc, *words)
-    assert_metrics(read_records(run, "eval")[-1], plain_metrics(run))
-
-
-def test_evaluate_prints_the_same_in_one_process(trained: Callable[..., Path]) -> None:
-    run = trained(RANKS)
-    done = launch("evaluate", "--checkpoint", str(newest_checkpoint(run)), *SEED, nproc=1)
-    assert_metrics(json.loads(done.stdout.splitlines()[-1]), plain_metrics(run))
+@pytest.mark.parametrize("nproc", EVALUATES_ON)
+def test_every_sample_counts_once(trained: Callable[..., Path], nproc: int) -> None:
+    run = trained()
+    # Another number of samples per batch than in training, and settings of model and dataset from the checkpoint.
+    words = ("--checkpoint", str(checkpoints(run)[-1]), "--distributed.device=cpu", "--data.eval_batch_size=50")
+    out, _ = launch("evaluate", *words, "--run.seed=7", nproc=nproc)
+    for name, value in plain_metrics(run).items():
+        for record in (json.loads(out.splitlines()[-1]), read_records(run, "eval")[-1]):
+            assert record[name] == pytest.approx(value, rel=1e-5), name

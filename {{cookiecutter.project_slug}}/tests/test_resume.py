@@ -1,42 +1,100 @@
 """A run that was killed, stopped, or lost a checkpoint ends as if nothing had happened."""
 
+import os
 import re
 import shutil
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
-from conftest import signal_last_rank
-from support import LENGTH, RANKS, SHARDED, STEPS, end_at, flip_bit, launch, load_model, module, read_records
+import plain
+from support import (
+    MORE_RANKS,
+    RANKS,
+    STEPS,
+    TOLERANCE,
+    assert_close,
+    assert_same,
+    checkpoints,
+    children,
+    end_at,
+    family,
+    kill_last_rank,
+    load,
+    read_records,
+    settings,
+    train,
+)
+
+STOPS = {
+    "SIGTERM to the launcher": lambda pid: os.kill(pid, signal.SIGTERM),
+    "Ctrl-C to every process": lambda pid: [os.kill(member, signal.SIGINT) for member in reversed(family(pid))],
+    "SIGUSR1 to one rank": lambda pid: os.kill(children(pid)[-1], signal.SIGUSR1),
+}
 
 
-def test_a_killed_and_stopped_run_ends_with_the_same_weights(
-    trained: Callable[..., Path], killed: tuple[Path, int, str], tmp_path: Path
+@pytest.mark.parametrize("nproc", sorted({RANKS, MORE_RANKS}))
+def test_a_killed_run_that_lost_a_checkpoint_resumes_bitwise(
+    trained: Callable[..., Path], tmp_path: Path, nproc: int
 ) -> None:
-    whole, run = trained(RANKS), Path(shutil.copytree(killed[0], tmp_path / "run"))
-    # One rank is signalled, and all of them stop. The launcher exits with 0 then, unless it was signalled instead.
-    exit_code, output = end_at(9, run, partial(signal_last_rank, signal.SIGTERM), *SHARDED)
-    stopped = re.search(r"stopped by SIGTERM after step (\d+)", output)
-    assert (exit_code == 0) == Path("/proc/self/task").exists() and stopped, "it was not stopped in order"
-    *_, before, newest = sorted((run / "checkpoints").iterdir())
-    assert newest.name == f"step-{int(stopped[1]):08d}.dcp"  # No step is lost.
+    code, _, err = end_at(14, tmp_path, kill_last_rank, nproc=nproc)
+    assert code == 1 and "SIGKILL" in err.splitlines()[-1] and "Traceback" not in err, err
+    *_, before, newest = checkpoints(tmp_path)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1  # One bit.
+    newest.write_bytes(content)
+    newest.with_name("step-00000099.pt.tmp").touch()  # What a killed save leaves.
+    out, err = train(tmp_path, nproc=nproc)
+    assert f"{newest.name} is not a readable checkpoint" in err
+    assert f"step {int(before.stem[5:])} of {STEPS}" in out
+    assert_same(tmp_path, trained(nproc))
 
-    flip_bit(newest / f"__{RANKS - 1}_0.distcp")
-    torn = newest.with_suffix(".tmp")  # What a killed save leaves.
-    torn.mkdir()
-    (torn / "__9_0.distcp").touch()
-    last = launch("train", *LENGTH, "--run.dir", str(run), nproc=RANKS)
-    assert f"{newest.name} is not" in last.stderr and "resuming from the one before" in last.stderr
-    assert f"step {int(before.stem[5:])} of {STEPS}" in last.stdout and not torn.exists()
 
-    expected, weights = load_model(whole), load_model(run)
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in weights)
-    for event, name in (("train", "loss"), ("eval", module("dataset").BEST_METRIC)):
-        ours, theirs = (
-            [(record["step"], record[name]) for record in read_records(folder, event)] for folder in (run, whole)
-        )
-        assert ours == theirs
+@pytest.mark.parametrize("name", STOPS)
+def test_a_stopped_run_loses_no_step(trained: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    workers = ("--data.num_workers", "1")
+    _, out, err = end_at(6, tmp_path, STOPS[name], *workers)
+    stopped = re.search(r"stopped after step (\d+)", out)
+    assert stopped and checkpoints(tmp_path)[-1].stem == f"step-{int(stopped[1]):08d}", out + err
+    assert "Traceback" not in err
+    train(tmp_path, *workers)
+    assert_same(tmp_path, trained())
+
+
+def test_another_number_of_ranks_resumes(trained: Callable[..., Path], tmp_path: Path) -> None:
+    train(tmp_path, "--train.max_steps", "7", nproc=MORE_RANKS)
+    train(tmp_path, nproc=1)
+    assert_close(load(tmp_path)["model"], load(trained())["model"])
+    for ours, theirs in zip(read_records(tmp_path), read_records(trained()), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE)
+
+
+def test_changed_settings_act_from_the_first_step(tmp_path: Path) -> None:
+    train(tmp_path, "--train.max_steps", "7")
+    changes = ("--optim.lr", "5e-4", "--optim.weight_decay", "0.2")
+    out, _ = train(tmp_path, *changes)
+    assert "changed: optim.lr from 0.001 to 0.0005" in out
+    eighth, config = read_records(tmp_path)[7], settings(*changes)
+    assert eighth["step"] == 8
+    train_set, _ = plain.module("dataset").build_datasets(config)
+    steps = config.train.epochs * (len(train_set) // config.data.global_batch_size)
+    assert eighth["lr"] == pytest.approx(plain.learning_rate(7, steps, config.optim), rel=1e-12)
+
+
+@pytest.mark.parametrize("words", [("--run.seed", "8"), ("--checkpoint.resume", "never")], ids=str)
+def test_another_experiment_is_refused_by_name(trained: Callable[..., Path], tmp_path: Path, words: list[str]) -> None:
+    run = Path(shutil.copytree(trained(), tmp_path / "run"))
+    _, err = train(run, *words, "--train.max_steps", "30", code=2)
+    assert re.fullmatch(rf"error: .*{words[0][2:]} is {words[1]}.*\n", err), err
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_by_its_step(tmp_path: Path) -> None:
+    explosion = ("--optim.lr", "1e30", "--optim.warmup_steps", "3", "--train.log_every", "10", "--train.eval_every=5")
+    _, err = train(tmp_path, *explosion, "--checkpoint.every_steps", "5", "--train.clip_grad_norm=1e30", code=2)
+    assert re.fullmatch(r"error: step [{{ 1 if fact('loop') else 2 }}-5] has losses of .*\n", err), err
+    for path in checkpoints(tmp_path):
+        model = torch.load(path, weights_only=True)["model"]
+        assert all(value.isfinite().all() for value in model.values())

@@ -1,93 +1,60 @@
-"""Start NPROC ranks on this machine with ``torch.multiprocessing.spawn``; each gets the same command line.
+"""Start NPROC ranks with ``torch.multiprocessing.spawn``; in a notebook: ``launch(["train"], nproc=2)``."""
 
-launch ── spawn ──┬── rank 0: main(argv)        ``Ranks`` says how they end: what is forwarded, awaited and reported
-                  ├── rank 1: main(argv)
-                  └── ...
-"""
-
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
 
-from ..config import UserError
-from .ending import run_and_exit
-from .environment import Nodes, exit_with_error, first_line, read_nodes
-from .ranks import Ranks
-from .signals import STOP_SIGNALS, hold_back, start_resource_tracker
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .__main__ import main
+from .distributed import STOP_SIGNALS
 
 
-def launch(nproc: int, argv: Sequence[str]) -> None:
-    """Run the command line ``argv`` in ``nproc`` processes and wait for them; when one fails, end the others.
-
-    For a run on several machines, the environment specifies which one this is, and where the first one is: NODES,
-    NODE_RANK, HEAD and PORT, without which it is rejected.
-
-    Raises:
-        SystemExit: with the exit code of the rank that failed first, or 128 plus the number of a signal.
-    """
-    # Only now: PyTorch takes seconds to import, and Ctrl-C would end that with a traceback.
-    from torch.multiprocessing.spawn import spawn
-
-    nodes = read_nodes()
-    first_rank, store = nodes.rank * nproc, open_store(nodes)
-    os.environ.update(MASTER_ADDR=nodes.head, MASTER_PORT=str(store.port if store else nodes.port))
-    os.environ.update(WORLD_SIZE=str(nproc * nodes.count), LOCAL_WORLD_SIZE=str(nproc))
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
-    ranks = Ranks({}, patience=float(os.environ.get("STOP_SECONDS") or "60"))
-    start_resource_tracker()
-    with forward_signals(ranks):
-        with hold_back():
-            context = spawn(run_rank, args=(first_rank, argv), nprocs=nproc, join=False)
-            assert context is not None
-            ranks.processes = dict(enumerate(context.processes, first_rank))
-        while ranks.running() and not ranks.received:
-            time.sleep(0.1)
-            ranks.check()
-        ranks.end(terminate=False)
-    if code := ranks.exit_code():
-        sys.exit(code)
+def run_rank(local_rank: int, first_rank: int, environment: dict[str, str], argv: list[str]) -> None:
+    """Run the command line as one rank of this machine, whose ranks start at ``first_rank``."""
+    os.environ |= environment | {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+    main(argv)
 
 
-def open_store(nodes: Nodes) -> Any:
-    """Return the store for the ranks' rendezvous, which the first machine holds; None on the others."""
-    from torch.distributed import DistError, TCPStore
-
-    if nodes.rank == 0:
-        try:  # On one machine, the system chooses a free port.
-            return TCPStore(nodes.head, nodes.port, is_master=True, wait_for_workers=False)
-        except DistError as error:
-            exit_with_error(f"no rendezvous at {nodes.head}:{nodes.port}; is HEAD this machine? ({first_line(error)})")
-    return None
-
-
-def run_rank(local_rank: int, first_rank: int, argv: Sequence[str]) -> None:
-    """Run one rank of this machine, whose ranks start at ``first_rank``."""
-    os.environ.update(RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
-    # By name, as any launcher starts a program: this room imports nothing from the program that it starts.
-    main = import_module("{{ cookiecutter.__package }}.__main__").main
-    # It prints an exception here and now, as any program does; PyTorch would leave it in a file for the launcher.
-    run_and_exit(main, argv)
+def launch(argv: list[str], nproc: int) -> int:
+    """Run the ranks of this machine; returns 0, 1 if one failed, or 128 plus the number of a stop signal."""
+    nodes, node_rank = int(os.environ.get("NODES", "1")), int(os.environ.get("NODE_RANK", "0"))
+    host, port = os.environ.get("HEAD", "127.0.0.1"), int(os.environ.get("PORT", "29400")) if nodes > 1 else 0
+    store = dist.TCPStore(host, port, is_master=node_rank == 0, wait_for_workers=False)  # Port 0: any free one.
+    environment = {"WORLD_SIZE": str(nodes * nproc), "MASTER_ADDR": host, "MASTER_PORT": str(store.port)}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # Rank 0 opens no store; this one remains if it fails.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # It would report what ranks leave to it.
+    received: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
+    code = wait(mp.spawn(run_rank, (node_rank * nproc, environment, argv), nproc, join=False).processes, received)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return code
 
 
-@contextmanager
-def forward_signals(ranks: Ranks) -> Iterator[None]:
-    """Forward stop signals to the ranks, which save and exit by themselves."""
-    previous = {number: signal.signal(number, ranks.forward) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def wait(ranks: list[mp.Process], received: list[int]) -> int:
+    """Wait for all ranks; after a failure, or a stop signal in ``received``, they have STOP_SECONDS to end."""
+    deadline, failed, codes = math.inf, list[tuple[int, int]](), list[int | None]([None])
+    while None in codes:
+        time.sleep(0.1)
+        codes = [rank.exitcode for rank in ranks]
+        failed = failed or [(number, code) for number, code in enumerate(codes) if code]
+        is_over = time.monotonic() > deadline
+        if is_over or (deadline == math.inf and (failed or received)):
+            deadline = time.monotonic() + float(os.environ.get("STOP_SECONDS", "60"))
+            for rank in ranks:
+                rank.kill() if is_over else rank.terminate()  # A rank that trains saves, and ends by itself.
+    for number, code in failed[:1]:
+        if code == -signal.SIGKILL or (code < 0 and not received):
+            print(f"error: local rank {number} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return 128 + received[0] if received else len(failed[:1])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        launch(int(os.environ.get("NPROC", "1")), sys.argv[1:])
-    except UserError as error:
-        exit_with_error(str(error))
+        sys.exit(launch(sys.argv[1:], int(os.environ.get("NPROC", "2"))))
+    except dist.DistError as error:
+        sys.exit(f"error: no rendezvous at HEAD and PORT: {str(error).splitlines()[0]}")

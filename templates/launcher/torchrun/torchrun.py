@@ -1,22 +1,25 @@
-"""torchrun, with its arguments, whose last line and exit code are those of its ranks.
+"""torchrun, whose log ends with what the ranks print: without its own messages, traceback and temporary folder."""
 
-The program torchrun ends with 1 and a report of some 40 lines, also if a rank has already said in one line what a user
-has to change (exit code 2), or if a signal has stopped the run.
-"""
-
+import logging
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
 
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
 
-def main(argv: Sequence[str]) -> None:
-    """Run torchrun with the arguments ``argv``; exits with the code of the rank that failed first."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Only now: PyTorch takes seconds to import, and Ctrl-C would end that with a traceback.
-    from .agent import run_torchrun
-
-    sys.exit(run_torchrun(argv))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+logging.disable()
+with tempfile.TemporaryDirectory() as folder:
+    try:
+        run(parse_args([f"--log-dir={folder}", *sys.argv[1:]]))
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
+    except DistError as error:
+        sys.exit(f"error: no rendezvous at HEAD and PORT: {str(error).splitlines()[0]}")
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:  # The rank has printed why.
+            sys.exit(failure.exitcode)
+        sys.exit(f"error: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")

@@ -1,18 +1,15 @@
 @dataclass
 class ParallelConfig:
-    """nn.DataParallel: one process uses several accelerators of its machine."""
-
-    devices: PositiveInt | None = None
-    """Accelerators to use; null uses all of them, or the CPU if there are none."""
+    """nn.DataParallel: one process uses all accelerators of its machine."""
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of shares of the global batch: 1, because the one process reads all of it."""
+        """Return the number of local batches that the global batch is split into: one, which the process reads."""
         return 1
 
-    def devices_per_rank(self) -> int:
-        """Return the number of accelerators that the process needs."""
-        return self.devices or 1
-
-    def default_nproc(self, devices: int) -> int:
-        """Return the number of processes to start."""
-        return 1
+    def check(self, config: "Config", world_size: int) -> None:
+        """Reject more than one process, and settings that do not work with the copies of the model."""
+        if world_size > 1:
+            raise UserError(f"nn.DataParallel runs in one process, but {world_size} were started; start one (NPROC=1)")
+        for name in ("compile", "activation_checkpointing"):
+            if getattr(config.train, name):
+                raise UserError(f"train.{name} does not work with the copies that nn.DataParallel makes; turn it off")

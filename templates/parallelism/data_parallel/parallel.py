@@ -4,36 +4,71 @@ Each accelerator computes a part of the batch; outputs and gradients return to t
 and the optimizer steps. On a machine without accelerators, the model runs unchanged.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from .config import Config
-from .model import blocks
-from .runtime import Process
-from .splitting import build_by_block, split_batch
-from .strategy import BuildFn, LossFn, Strategy
+from .checkpoint import Checkpointer as Checkpointer
+from .config import Config, UserError
+from .distributed import Process
+from .model import build_model
+from .task import Task
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Parallel(Strategy):
-    """The model under nn.DataParallel."""
+class Parallel:
+    """The model under nn.DataParallel. Every strategy has these methods and attributes; the loop uses nothing else.
 
-    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
-        super().__init__(loss_fn, config, process, dp_rank=0)
-        devices = None if config.parallel.devices is None else list(range(config.parallel.devices))
-        # Each block moves to the device when it is built, so that the whole model is never on the CPU as well.
-        model, _ = build_by_block(build, blocks, config.train, lambda block: block.to(self.device))
-        self.module = model.to(self.device)
-        self.copies = nn.DataParallel(self.module, devices if self.device.type != "cpu" else None)
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Scales the loss under fp16; otherwise it does nothing.
+    """
 
-    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+        self.dp_rank, self.dp_size, self.dp_group = 0, 1, dist.group.WORLD
+        precision, kind = config.train.precision, self.device.type
+        self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
+        self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
+        self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
+        self.copies = nn.DataParallel(self.module)
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
+
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
+        """
+        totals: dict[str, Tensor] = {}
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        for inputs, targets in microbatches:
             with self.autocast():
-                loss = self.add_loss(self.copies(some_inputs), some_targets)
-            scaler.scale(loss).backward()
-        return self.finish_losses()
+                losses = self.task.losses(self.copies(inputs), targets)
+            self.scaler.scale(losses["loss"] / weight).backward()
+            for name, loss in losses.items():
+                totals[name] = totals.get(name, 0) + loss.detach() / weight
+        return totals
 
     def predict(self, inputs: Any) -> Any:
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
         with self.autocast():
             return self.copies(inputs)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+#:: include "parallelism/shared/state.py" ::#
+
+
+#:: include "parallelism/shared/blocks.py" ::#

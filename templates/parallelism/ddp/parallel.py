@@ -1,66 +1,90 @@
-"""Distributed data parallel: every rank holds the whole model and reads its share of each batch.
+"""Distributed data parallel: every rank holds the whole model and reads its local batch, a part of the global one.
 
-Backward computes the gradients of a rank's share. While it runs, DDP averages finished buckets of gradients over the
+Backward computes the gradients of the local batch. While it runs, DDP averages finished buckets of gradients over the
 ranks with an all-reduce, so every rank takes the same optimizer step and the copies of the model stay equal.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
+from .checkpoint import Checkpointer as Checkpointer
 from .config import Config, UserError
-from .model import blocks
-from .runtime import Process
-from .splitting import build_by_block, name_some, split_batch
-from .strategy import BuildFn, LossFn, Strategy
+from .distributed import Process
+from .model import build_model
+from .task import Task
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Parallel(Strategy):
-    """The model under DDP."""
+class Parallel:
+    """The model under DDP. Every strategy has these methods and attributes; the loop uses nothing else.
 
-    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
-        super().__init__(loss_fn, config, process, dp_rank=process.rank)
-        layout, on_cpu = config.parallel, self.device.type == "cpu"
-        # Each block moves to the device when it is built, so that the whole model is never on the CPU as well.
-        model, _ = build_by_block(build, blocks, config.train, lambda block: block.to(self.device))
-        if layout.sync_batch_norm:
-            if on_cpu and process.world_size > 1:
-                raise UserError("parallel.sync_batch_norm needs accelerators: SyncBatchNorm does not support the CPU")
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.module = model.to(self.device)
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Scales the loss under fp16; otherwise it does nothing.
+    """
+
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+        self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
+        precision, kind = config.train.precision, self.device.type
+        self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
+        self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
+        self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
+        if config.parallel.sync_batch_norm:
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
         self.ddp = DistributedDataParallel(
             self.module,
-            device_ids=None if on_cpu else [self.device],
-            # Buffers are averaged before they are used (Strategy.average_buffers), not broadcast in every forward.
-            forward_sync_buffers=False,
-            bucket_cap_mb=layout.bucket_cap_mb or choose_bucket_cap(self.module),
-            gradient_as_bucket_view=layout.gradient_as_bucket_view,
-            static_graph=layout.static_graph,
-            find_unused_parameters=layout.find_unused_parameters,
+            device_ids=None if kind == "cpu" else [self.device],
+            forward_sync_buffers=False,  # average_buffers does that before they are used.
+            gradient_as_bucket_view=True,
+            find_unused_parameters=config.train.allow_unused,
         )
-        # With these settings, DDP itself detects parameters without a gradient.
-        self.gradients_checked = layout.find_unused_parameters or layout.static_graph
+        self.arrange_buckets()
 
-    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        pieces = split_batch((inputs, targets), self.microbatches)
-        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+#:: include "parallelism/shared/buckets.py" ::#
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
+
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
+        """
+        totals: dict[str, Tensor] = {}
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        for number, (inputs, targets) in enumerate(microbatches, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
-            with self.ddp.no_sync() if number < len(pieces) else nullcontext():
+            with self.ddp.no_sync() if number < self.microbatches else nullcontext():
                 with self.autocast():
-                    loss = self.add_loss(self.ddp(some_inputs), some_targets)
-                # DDP averages over the ranks what has to be summed.
-                scaler.scale(loss * self.dp_size).backward()
-        if not self.gradients_checked:
-            check_gradients(self.module)
-            self.gradients_checked = True
-        return self.finish_losses()
+                    losses = self.task.losses(self.ddp(inputs), targets)
+                # DDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
+                self.scaler.scale(losses["loss"] / weight).backward()
+            for name, loss in losses.items():
+                totals[name] = totals.get(name, 0) + loss.detach() / weight / self.dp_size
+        return totals
 
     def predict(self, inputs: Any) -> Any:
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
         with self.autocast():
             return self.module(inputs)
 
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-#:: include "parallelism/shared/gradients.py" ::#
+#:: include "parallelism/shared/state.py" ::#
+
+
+#:: include "parallelism/shared/blocks.py" ::#

@@ -2,23 +2,20 @@
 class ParallelConfig:
     """Fully sharded data parallel; the settings are those of torch.distributed.fsdp.fully_shard."""
 
-    replicas: PositiveInt = 1
-    """Groups of ranks that each hold the whole model (hybrid sharding, for example one group per machine); 1 shards it
-    over all ranks."""
+    replicas: int = 1
+    """Copies of the model, each sharded over an equal number of ranks: several machines may each hold one."""
     reshard_after_forward: bool = True
-    """Free a block's gathered weights after its forward and gather them again for its backward. Off keeps them in
-    between, which costs memory and saves a third of the communication."""
-    cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in host memory and step there; accelerators get copies of blocks."""
+    """Free a block's weights after its forward and gather them again for its backward: less memory, more messages."""
+    sync_batch_norm: bool = False
+    """Replace BatchNorm with SyncBatchNorm, which normalizes over the batch of all ranks; needs accelerators."""
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of shares of the global batch: one per rank."""
+        """Return the number of local batches that the global batch is split into: one per rank."""
         return world_size
 
-    def devices_per_rank(self) -> int:
-        """Return the number of accelerators that one rank computes on."""
-        return 1
-
-    def default_nproc(self, devices: int) -> int:
-        """Return the number of ranks to start on a machine with this many accelerators."""
-        return devices or 2
+    def check(self, config: "Config", world_size: int) -> None:
+        """Reject replicas that do not divide the ranks evenly, and SyncBatchNorm on a CPU."""
+        if world_size % self.replicas:
+            raise UserError(f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)")
+        if self.sync_batch_norm and config.distributed.device == "cpu":
+            raise UserError("parallel.sync_batch_norm needs accelerators; turn it off on a CPU")

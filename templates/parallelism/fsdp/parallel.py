@@ -1,69 +1,99 @@
-"""Fully sharded data parallel: every rank holds a shard of each block and reads its share of each batch.
+"""Fully sharded data parallel: every rank holds a shard of each block and reads its local batch.
 
 Before a block runs, its weights are gathered from all ranks; afterwards, they are freed. Its gradients are averaged and
-scattered, so that each rank gets those of its own shard and updates only that shard. The result is the same as with the
-whole model on each rank, in 1/N of the memory.
+scattered, so that each rank gets those of its own shard and updates only that shard.
 """
 
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from .config import Config, ParallelConfig
-from .model import blocks
-from .runtime import Process
-from .splitting import build_by_block, split_batch
-from .strategy import BuildFn, LossFn, Strategy
+from .config import Config, UserError
+from .distributed import Process
+from .model import build_model
+from .sharded import Checkpointer as Checkpointer
+from .task import Task
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Parallel(Strategy):
-    """The model under FSDP2."""
+class Parallel:
+    """The model under FSDP2. Every strategy has these methods and attributes; the loop uses nothing else.
 
-    waits_in_forward = True
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Scales the loss under fp16; otherwise it does nothing.
+    """
 
-    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
-        super().__init__(loss_fn, config, process, dp_rank=process.rank)
-        layout, mesh = config.parallel, build_mesh(config.parallel, process)
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+        self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.train.precision == "fp16")
+        layout, blocks, seen = config.parallel, list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
         # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if layout.cpu_offload else OffloadPolicy()
-        shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        # Each block, when it is built, moves to the device and is sharded, so that the whole model is never on it, nor
-        # on the CPU. It is then gathered as a unit; parameters outside of blocks are sharded at the root.
-        shard_block = partial(shard, reshard_after_forward=layout.reshard_after_forward)
-        self.module, parts = build_by_block(build, blocks, config.train, shard_block)
-        self.fsdp = shard(self.module)
-        if parts and isinstance(last := parts[-1], FSDPModule):
-            # Its backward follows its forward at once, so its weights stay.
-            last.set_reshard_after_forward(False, recurse=False)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.train.precision], reduce_dtype=torch.float32)
+        shape = (layout.replicas, self.dp_size // layout.replicas)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        shard = partial(fully_shard, mesh=mesh if layout.replicas > 1 else mesh["shard"], mp_policy=policy)
 
-    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        pieces = split_batch((inputs, targets), self.microbatches)
-        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
-            # Gradients are scattered after each micro-batch: waiting for the last would keep full ones on each rank.
-            # Ranks with the same shards average them once, after the last.
-            self.fsdp.set_requires_all_reduce(number == len(pieces))
-            loss = self.add_loss(self.module(some_inputs), some_targets)
-            # FSDP averages over the ranks what has to be summed.
-            scaler.scale(loss * self.dp_size).backward()
-        return self.finish_losses()
+        def wrap(block: nn.Module) -> nn.Module:
+            refuse_shared(block, seen)
+            if layout.sync_batch_norm:
+                block = nn.SyncBatchNorm.convert_sync_batchnorm(block)
+            blocks.append(prepare_block(block, config))
+            shard(block, reshard_after_forward=layout.reshard_after_forward)
+            return block
+
+        self.module = build_model(config.model, wrap)
+        for block in blocks:  # Once more, because the model may have shared parameters after blocks were sharded.
+            refuse_shared(block, seen)
+        self.fsdp = shard(self.module)
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
+
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
+        """
+        totals: dict[str, Tensor] = {}
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        for number, (inputs, targets) in enumerate(microbatches, start=1):
+            # Gradients are scattered after each micro-batch: waiting for the last would keep whole ones on each rank.
+            # Replicas average theirs once, after the last.
+            self.fsdp.set_requires_all_reduce(number == self.microbatches)
+            losses = self.task.losses(self.module(inputs), targets)
+            # FSDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
+            self.scaler.scale(losses["loss"] / weight).backward()
+            for name, loss in losses.items():
+                totals[name] = totals.get(name, 0) + loss.detach() / weight / self.dp_size
+        return totals
 
     def predict(self, inputs: Any) -> Any:
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
         return self.module(inputs)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        norm = super().clip_grad_norm(max_norm)
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+#:: include "parallelism/shared/state.py" ::#
 
-def build_mesh(config: ParallelConfig, process: Process) -> DeviceMesh:
-    """Return a mesh of all ranks: 1-D to shard each block over all, or 2-D, where each row holds the whole model."""
-    if config.replicas == 1:
-        return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("shard",))
-    shape = (config.replicas, process.world_size // config.replicas)
-    return init_device_mesh(process.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+#:: include "parallelism/shared/ties.py" ::#
+
+
+#:: include "parallelism/shared/blocks.py" ::#

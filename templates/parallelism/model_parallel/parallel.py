@@ -1,93 +1,123 @@
-"""Model parallelism: the layers of one model are on several devices of one process, which a batch visits in turn.
+"""Model parallelism: the blocks of one model are on several devices of one process, which a batch visits in turn.
 
-Each rank has its own devices and holds a copy of the model. The ranks read shares of the batch, and DDP averages their
-gradients.
+Each rank has its own devices and holds a copy of the model. The ranks read local batches, and DDP averages their
+gradients while backward runs.
 """
 
-from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import repeat
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
+from .checkpoint import Checkpointer as Checkpointer
 from .config import Config, UserError
-from .runtime import Process
-from .splitting import balance, build_by_block, build_outline, name_some, split_batch, to_device
-from .strategy import BuildFn, LossFn, Strategy
+from .distributed import Process
+from .loader import to_device
+from .model import build_model
+from .task import Task
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Parallel(Strategy):
-    """The model on this rank's devices, the first of which takes the inputs."""
+class Parallel:
+    """The model on this rank's devices. Every strategy has these methods and attributes; the loop uses nothing else.
 
-    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
-        super().__init__(loss_fn, config, process, dp_rank=process.rank)
-        layout = config.parallel
-        # Each block moves to its device when it is built, so that the whole model is never on the CPU.
-        devices = assign_devices(build_outline(build), list_devices(self.device, layout.devices), layout.split)
-        place_next = partial(move_block, devices)
-        self.module, _ = build_by_block(build, nn.Module.children, config.train, place_next)
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Scales the loss under fp16; otherwise it does nothing.
+    """
+
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+        self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
+        precision, kind = config.train.precision, self.device.type
+        self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
+        self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
+        self.main_group, seen = process.main_group, WeakValueDictionary[int, nn.Parameter]()
+        self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config))
+        blocks = list(self.module.children())
+        for number, block in enumerate(blocks):
+            refuse_shared(block, seen)
+            place(block, choose_device(self.device, number * config.parallel.devices // len(blocks)))
         self.ddp = DistributedDataParallel(
             self.module,
-            device_ids=None,  # The parameters are on several devices already.
-            # Buffers are averaged before they are used (Strategy.average_buffers), not broadcast in every forward.
-            forward_sync_buffers=False,
-            bucket_cap_mb=layout.bucket_cap_mb or choose_bucket_cap(self.module),
+            device_ids=None,  # The parameters are on their devices already.
+            forward_sync_buffers=False,  # average_buffers does that before they are used.
             gradient_as_bucket_view=True,
-            find_unused_parameters=layout.find_unused_parameters,
+            find_unused_parameters=config.train.allow_unused,
         )
-        # With this setting, DDP itself detects parameters without a gradient.
-        self.gradients_checked = layout.find_unused_parameters
+        self.arrange_buckets()
 
-    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        pieces = split_batch((inputs, targets), self.microbatches)
-        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+#:: include "parallelism/shared/buckets.py" ::#
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
+
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
+        """
+        totals: dict[str, Tensor] = {}
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        for number, (inputs, targets) in enumerate(microbatches, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
-            with self.ddp.no_sync() if number < len(pieces) else nullcontext():
+            with self.ddp.no_sync() if number < self.microbatches else nullcontext():
                 with self.autocast():
-                    outputs = self.ddp(some_inputs)
-                    loss = self.add_loss(outputs, to_device(some_targets, outputs.device))
-                # DDP averages over the ranks what has to be summed.
-                scaler.scale(loss * self.dp_size).backward()
-        if not self.gradients_checked:
-            check_gradients(self.module)
-            self.gradients_checked = True
-        return self.finish_losses()
+                    outputs = self.ddp(inputs)
+                    losses = self.task.losses(outputs, to_device(targets, outputs.device))
+                # DDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
+                self.scaler.scale(losses["loss"] / weight).backward()
+            for name, loss in losses.items():
+                totals[name] = totals.get(name, 0) + loss.detach().to(self.device) / weight / self.dp_size
+        return totals
 
     def predict(self, inputs: Any) -> Any:
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
         with self.autocast():
             return self.module(inputs).to(self.device)
 
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-def list_devices(first: torch.device, count: int) -> list[torch.device]:
-    """Return the ``count`` devices of this rank, starting with ``first``; on a CPU, ``count`` times the CPU."""
-    if first.type == "cpu":
-        return [first] * count
-    # Modulo, because ranks may share devices.
-    return [torch.device(first.type, (first.index + i) % torch.accelerator.device_count()) for i in range(count)]
+#:: include "parallelism/shared/buffers.py" ::#
 
+#:: include "parallelism/shared/gather.py" ::#
 
-def assign_devices(
-    outline: nn.Sequential, devices: Sequence[torch.device], split: Sequence[int] | None
-) -> Iterator[torch.device]:
-    """Yield the device of each block: consecutive blocks are on the same one."""
-    weights = [sum(p.numel() for p in block.parameters()) for block in outline.children()]
-    for device, length in zip(devices, split or balance(weights, len(devices)), strict=True):
-        yield from repeat(device, length)
-
-
-def move_block(devices: Iterator[torch.device], block: nn.Module) -> None:
-    """Move a block to the next of the ``devices``, and make it move its input there."""
-    device = next(devices)
-    block.to(device).register_forward_pre_hook(partial(move_input, device))
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
+        content = [model, state]  # Not tensor by tensor, which would have to be on one device.
+        dist.broadcast_object_list(content, src=0, group=self.main_group)
+        dsd.set_model_state_dict(self.module, content[0])
+        if optimizer:
+            groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]  # Those of the settings.
+            dsd.set_optimizer_state_dict(self.module, optimizer, {"state": content[1] or {}, "param_groups": groups})
 
 
-def move_input(device: torch.device, block: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Return the input of a block, moved to the block's device; a forward pre-hook."""
-    return to_device(inputs, device)
+def choose_device(first: torch.device, index: int) -> torch.device:
+    """Return the device that is ``index`` after a rank's ``first`` one; a CPU stands in for all of them."""
+    if first.index is None:
+        return first
+    # Ranks may share devices.
+    return torch.device(first.type, (first.index + index) % torch.accelerator.device_count())
 
 
-#:: include "parallelism/shared/gradients.py" ::#
+def place(block: nn.Module, device: torch.device) -> None:
+    """Move a block to a device, and make it move its inputs there."""
+    block.to(device).register_forward_pre_hook(lambda _, inputs: to_device(inputs, device))
+
+
+#:: include "parallelism/shared/ties.py" ::#
+
+
+#:: include "parallelism/shared/blocks.py" ::#

@@ -1,32 +1,29 @@
 @dataclass
 class ParallelConfig:
-    """Pipeline parallelism; the schedules are those of torch.distributed.pipelining."""
+    """Pipeline parallelism: every rank holds consecutive blocks of the model, a stage or several."""
 
-    replicas: PositiveInt = 1
-    """Pipelines in parallel, each with a share of the batch and an equal number of ranks."""
-    shard_replicas: bool = False
-    """Shard weights, gradients and optimizer state over the pipelines (FSDP), which otherwise hold the same."""
-    schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"
-    """Order in which a rank runs the forwards and backwards of its micro-batches."""
-    stages_per_rank: PositiveInt | None = None
-    """Stages on each rank; null is 1 for GPipe and 1F1B and 2 for all others."""
-    split: list[PositiveInt] | None = None
-    """Number of blocks in each stage, first stage first; null balances the stages by parameters."""
+    replicas: int = 1
+    """Pipelines that each hold the whole model and read a local batch; their number divides the ranks."""
+    schedule: Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"] = "1F1B"
+    """Order of a rank's forwards and backwards; the schedules are those of torch.distributed.pipelining."""
+    stages_per_rank: int = 1
+    """Stages on each rank: 1 for GPipe and 1F1B, more for LoopedBFS and Interleaved1F1B."""
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of shares of the global batch: one per pipeline."""
+        """Return the number of local batches that the global batch is split into: one per pipeline."""
         return self.replicas
 
-    def devices_per_rank(self) -> int:
-        """Return the number of accelerators that one rank computes on."""
-        return 1
-
-    def default_nproc(self, devices: int) -> int:
-        """Return the number of ranks to start on a machine with this many accelerators."""
-        return devices or 2
-
-    def stages(self) -> int:
-        """Return the number of stages on each rank."""
-        return self.stages_per_rank or (1 if self.schedule in ("GPipe", "1F1B") else 2)
+    def check(self, config: "Config", world_size: int) -> None:
+        """Reject ranks, stages and micro-batches that do not fit the schedule, and what it cannot run."""
+        name, train = self.schedule, config.train
+        if world_size % self.replicas:
+            raise UserError(f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)")
+        ranks = world_size // self.replicas
+        if self.stages_per_rank > 1 and name in ("GPipe", "1F1B"):
+            raise UserError(f"parallel.stages_per_rank is {self.stages_per_rank}; {name} has one stage per rank")
+        if name == "1F1B" and train.microbatches < ranks:
+            raise UserError(f"train.microbatches is {train.microbatches}; 1F1B needs one per rank, {ranks} or more")
+        if name == "Interleaved1F1B" and train.microbatches % max(1, train.microbatches // ranks):
+            raise UserError(f"train.microbatches is {train.microbatches}; Interleaved1F1B needs a multiple of {ranks}")
+        if train.precision == "fp16":
+            raise UserError("train.precision is fp16, whose scaler would skip steps on some ranks alone; give bf16")

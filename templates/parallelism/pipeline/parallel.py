@@ -1,164 +1,217 @@
-"""Pipeline parallelism: every rank holds consecutive blocks of the model, and micro-batches pass from rank to rank.
+"""Pipeline parallelism: every rank holds some blocks of the model, and micro-batches pass from rank to rank.
 
-While a stage works on one micro-batch, other stages work on others; the schedule is the order in which a rank runs the
-forwards and backwards. With several pipelines in parallel, each reads its share of the batch, and ranks with the same
-stages sum their gradients; or each holds only a shard of these stages.
+With several pipelines, each reads a local batch, and ranks with the same stages average their gradients.
 """
 
-from collections import OrderedDict
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._pytree import tree_leaves
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
-from .runtime import Process
-from .splitting import (
-    ScheduledStage,
-    Stage,
-    assign_stages,
-    build_group_after_startup,
-    build_outline,
-    build_schedule,
-    build_stages,
-    reshard,
-    schedule_stages,
-    shard_replica,
-    split_batch,
-    split_into_stages,
-    to_local,
-    trace_stages,
-)
-from .strategy import BuildFn, LossFn, Strategy
+from .distributed import Process, seed_everything
+from .model import build_model
+from .sharded import Checkpointer as Checkpointer
+from .stages import Stage, outline_stages
+from .task import Task
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, for the first stage.
 
 
-class Parallel(Strategy):
-    """This rank's stages of the model, and the schedule that runs them."""
+class Parallel:
+    """This rank's stages of the model. Every strategy has these methods and attributes; the loop uses nothing else.
 
-    waits_in_forward = True
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Does nothing here; elsewhere, it scales the loss under fp16.
+    """
 
-    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
-        self.config = config.parallel
-        # The data dimension is the inner one: averaging gradients sends more bytes than passing activations.
-        shape = (process.world_size // self.config.replicas, self.config.replicas)
-        mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pipeline", "data"))
-        dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
-        super().__init__(loss_fn, config, process, dp_rank, dp_group)
-        self.pipeline, self.pipeline_rank = mesh["pipeline"].get_group(), mesh.get_local_rank("pipeline")
-        self.group_after_startup = build_group_after_startup(mesh, config.distributed)
-
-        # All stages, without their weights: they give the shapes of the stages' outputs.
-        self.outline = split_into_stages(build_outline(build), self.config, shape[0])
-        self.owners = assign_stages(len(self.outline), shape[0], self.config.schedule)
-        # Gathered once per step, for all micro-batches.
-        shard = partial(shard_replica, mesh=mesh["data"], dtype=self.dtype, reshard_after_forward=False)
-
-        def move(block: nn.Module) -> None:
-            block.to(self.device)
-            if self.config.shard_replicas:
-                shard(block)
-
-        own = build_stages(build, self.outline, self.holds, config.train, move)
-        self.module = nn.Sequential(OrderedDict(block for stage in own.values() for block in stage.named_children()))
-        # Under bf16, stages send half the bytes; fp16 would overflow where one process adds in fp32.
-        sent = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
-        self.dtypes = [sent] * (len(self.outline) - 1) + [torch.float32]
-        if self.config.shard_replicas:
-            self.autocast = partial(self.autocast, enabled=False)  # FSDP casts parameters and inputs.
-        self.stages = {i: Stage(blocks, self.autocast, self.dtypes[i], dp_group) for i, blocks in own.items()}
-        for stage in self.stages.values() if self.config.shard_replicas else ():
-            shard(stage)
-
-        # Built for the shapes of a micro-batch; all ranks of a pipeline see the same ones.
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.process, self.device = task, process, process.device
+        self.config, self.microbatches = config.parallel, config.train.microbatches
+        self.dp_size, kind = config.parallel.replicas, self.device.type
+        uses_bf16 = config.train.precision == "bf16"
+        self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=uses_bf16)
+        self.scaler = torch.amp.GradScaler(kind, enabled=False)
+        # Ranks with the same stages are neighbors: their messages are the largest.
+        self.position, self.dp_rank = divmod(process.rank, self.dp_size)
+        ranks = torch.arange(process.world_size).view(-1, self.dp_size)
+        timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        self.group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+        self.dp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+        self.owners = [*range(len(ranks))] * config.parallel.stages_per_rank  # By stage.
+        self.last = len(self.owners) - 1
+        self.module, self.stages = nn.Sequential(), dict[int, Stage]()
+        self.build_stages(config)
+        # What each stage here gets and passes on, without values, by the shapes of the inputs.
+        self.forms: dict[Any, dict[int, Tensor]] = {}
         self.schedule: Any = None
-        self.shapes: list[torch.Size] = []
-        self.scheduled_stages: list[ScheduledStage] = []
-        # In the current step, the targets of the micro-batches and the factor that scales their losses.
-        self.targets, self.loss_scale = list[Any](), torch.ones(())
+        self.shapes: Any = None  # Those that the schedule was built for.
+        self.names: list[str] = []  # Of the losses.
 
-    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        if self.schedule is not None:
-            self.pipeline = self.group_after_startup  # From the second step on, waits for other stages are shorter.
-        shapes = [part.shape for part in tree_leaves(inputs) if isinstance(part, Tensor)]
-        if shapes != self.shapes or self.scheduled_stages[0].group is not self.pipeline:
-            self.shapes, self.schedule = shapes, self.build_schedule(split_batch(inputs, self.microbatches)[0])
-        self.loss_scale = scaler.scale(torch.ones((), device=self.device))
-        stage_inputs = [inputs] if self.holds(0) else []
-        # The schedule splits only a single tensor, so it gets the numbers of the micro-batches instead of targets.
-        self.targets = split_batch(targets, self.microbatches)
-        numbers = torch.arange(self.microbatches) if self.holds(-1) else None
-        self.schedule.step(*stage_inputs, target=numbers, return_outputs=False)
-        for stage in self.stages.values():
-            stage.buckets.wait()  # Each pipeline has its part of the mean.
-        if scaler.is_enabled():
-            # If one stage overflows, all have to skip the step: its NaN reaches every rank through the norm.
-            nothing, gradients = self.gradient_norm() * 0, self.gradients()
-            if not gradients:
-                raise UserError("fp16 needs gradients, and this rank's stages are frozen; set train.precision to bf16")
-            gradients[0] += nothing
-        return self.finish_losses()
+    def build_stages(self, config: Config) -> None:
+        """Build the model block by block, and keep this rank's blocks."""
+        stages, self.places = outline_stages(config.model, len(self.owners))
+        seed_everything(config.run.seed)  # The outline may have drawn random numbers.
+        numbers = iter(stages)
+
+        def wrap(block: nn.Module) -> nn.Module:
+            is_own = self.owners[next(numbers)] == self.position
+            return prepare_block(block.to(self.device), config) if is_own else block.to("meta")
+
+        for stage, (name, block) in zip(stages, build_model(config.model, wrap).named_children(), strict=True):
+            if self.owners[stage] == self.position:
+                self.module.add_module(name, block)
+                empty = Stage(self.autocast, is_last=stage == self.last)
+                self.stages.setdefault(stage, empty).blocks.append(block)
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
+
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
+        """
+        batches = split_batch((inputs, targets), self.microbatches)
+        if shapes_of(batches[0][0]) != self.shapes:
+            self.build_schedule(batches[0][0])
+        self.targets = [targets for _, targets in batches]
+        self.totals: dict[str, Tensor] = {}
+        self.weight = weight
+        # A schedule splits only tensors, so it gets the numbers of the micro-batches.
+        numbers = torch.arange(self.microbatches)
+        first = self.stages.get(0)
+        if first:
+            first.inputs = [inputs for inputs, _ in batches]
+        target = numbers if self.last in self.stages else None
+        self.schedule.step(*[numbers] * (first is not None), target=target, return_outputs=False)
+        self.average_gradients()
+        self.names = self.names or next(filter(None, self.process.all_gather([*self.totals])))
+        return {name: self.totals.get(name, torch.zeros((), device=self.device)) for name in self.names}
+
+    def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
+        """Return a micro-batch's part of the mean loss; called right after the last stage."""
+        with self.autocast():
+            losses = self.task.losses(self.stages[self.last].outputs, self.targets[int(number)])
+        for name, loss in losses.items():
+            self.totals[name] = self.totals.get(name, 0) + loss.detach() / self.weight / self.dp_size
+        return losses["loss"] / self.weight
+
+    def build_schedule(self, inputs: Any) -> None:
+        """Build the schedule for micro-batches of these shapes; a collective."""
+        if shapes_of(inputs) not in self.forms:
+            self.module.eval()  # Statistics and random numbers stay as they are.
+            devices = [] if self.device.type == "cpu" else [self.device]
+            with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
+                self.predict(inputs)
+            self.module.train()
+        self.shapes, count = shapes_of(inputs), len(self.owners)
+        forms = self.forms[self.shapes]
+        stages = [
+            PipelineStage(stage, index, count, self.device, forms[index], forms[index + 1], group=self.group)
+            for index, stage in self.stages.items()
+        ]
+        kind: Any = get_schedule_class(self.config.schedule)
+        own = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        self.schedule = kind(own, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients over the pipelines, in one message per block."""
+        for block in self.module.children() if self.dp_size > 1 else ():
+            parameters = [p for p in block.parameters() if p.requires_grad]
+            if not parameters:
+                continue
+            # What this pipeline did not use counts as zero; what none of them used has no gradient.
+            is_used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+            parts = [*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters), is_used]
+            message = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(message, group=self.dp_group)
+            *sums, users = message.split([part.numel() for part in parts])
+            for p, part, total, count in zip(parameters, parts, sums, users, strict=False):
+                if p.grad is not None or count > 0:  # Only the latter waits for the device.
+                    p.grad = part.copy_(total.view_as(part) / self.dp_size)
 
     def predict(self, inputs: Any) -> Any:
-        # In micro-batches, so that stages work at the same time; a rank with several stages would wait for itself.
-        pieces = split_batch(inputs, self.microbatches if len(self.stages) == 1 else 1)
-        outputs: dict[int, Tensor] = {}
-        sends = []
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        x, shapes, group = inputs, shapes_of(inputs), self.group
+        is_new = shapes not in self.forms  # Then they are sent too.
+        forms = self.forms.setdefault(shapes, {0: NUMBER, len(self.owners): NUMBER})
         for index, stage in self.stages.items():
-            for number, piece in enumerate(pieces):
-                if index == 0:
-                    outputs[number] = stage(piece)
-                else:
-                    outputs[number] = stage(outputs[number] if self.holds(index - 1) else self.receive(index, piece))
-                if index + 1 < len(self.owners) and not self.holds(index + 1):
-                    next_rank = self.owners[index + 1]
-                    sends.append(dist.isend(outputs[number].contiguous(), group=self.pipeline, group_dst=next_rank))
-        for work in filter(None, sends):
-            work.wait()
-        reshard(self.module)
-        return torch.cat(list(outputs.values())) if self.holds(-1) else None
+            if index > 0 and index - 1 not in self.stages:
+                source = self.owners[index - 1]
+                if is_new:
+                    message: list[Any] = [None]
+                    dist.recv_object_list(message, group=group, group_src=source)
+                    forms[index] = message[0]
+                x = torch.empty_like(forms[index], device=self.device, requires_grad=False)
+                dist.recv(x, group=group, group_src=source)
+            with self.autocast():
+                x = stage.blocks(x)
+            if index < self.last:
+                forms[index + 1] = torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=True)
+                if index + 1 not in self.stages:
+                    target = self.owners[index + 1]
+                    if is_new:
+                        dist.send_object_list([forms[index + 1]], group=group, group_dst=target)
+                    dist.send(x.contiguous(), group=group, group_dst=target)
+        return x if self.last in self.stages else None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        norm = self.gradient_norm()
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        squared = nn.utils.get_total_norm(gradients).to(self.device).square()
+        dist.all_reduce(squared, group=self.group)
+        norm = squared.sqrt()
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
-    def holds(self, index: int) -> bool:
-        """Return whether stage ``index`` is on this rank."""
-        return self.owners[index] == self.pipeline_rank
+#:: include "parallelism/shared/buffers.py" ::#
 
-    def build_schedule(self, microbatch: Any) -> Any:
-        """Build the schedule for micro-batches of this shape, and the shapes that its stages receive and send."""
-        shapes = list(trace_stages(self.outline, self.dtypes, microbatch))
-        self.scheduled_stages = schedule_stages(self.stages, shapes, self.device, self.pipeline)
-        return build_schedule(self.config.schedule, self.scheduled_stages, self.microbatches, self.scaled_loss)
+    def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
+        """Return the weights of the whole model, and the optimizer's state of each parameter, on rank 0's CPU."""
+        rank, group = self.process.rank, self.process.cpu_group
+        options = dsd.StateDictOptions(cpu_offload=True)
+        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
+        whole: list[Any] = [model, optim["state"]]
+        for source in range(self.dp_size, self.process.world_size, self.dp_size):  # In the first pipeline.
+            part = [*whole]
+            if rank == source:
+                dist.send_object_list(part, 0, group)
+            elif rank == 0:
+                dist.recv_object_list(part, source, group)
+                whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]
+        return whole[0], whole[1]
 
-    def scaled_loss(self, outputs: Tensor, number: Tensor) -> Tensor:
-        """Return one micro-batch's part of the mean loss over the global batch, times the scaler's factor."""
-        return self.add_loss(outputs, self.targets[int(number)]) * self.loss_scale
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
+        own, own_state = dict[str, Any](), dict[str, Any]()
+        for name in self.process.on_main(lambda: [*model]):
+            entry = [model.get(name), (state or {}).get(name)]
+            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
+            # An unknown name is rejected when it is loaded.
+            if name not in self.places or self.owners[self.places[name]] == self.position:
+                own[name], own_state[name] = entry
+        dsd.set_model_state_dict(self.module, own)
+        if optimizer:
+            groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]
+            kept = {name: values for name, values in own_state.items() if values}
+            dsd.set_optimizer_state_dict(self.module, optimizer, {"state": kept, "param_groups": groups})
 
-    def finish_losses(self) -> dict[str, Tensor]:
-        # Ranks without the last stage have losses and weights of 0, but gradients to correct.
-        return self.losses.finish(self.module, dist.group.WORLD)
 
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's stages, or of its shards of them."""
-        return [to_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+def shapes_of(inputs: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of all tensors in inputs of any nesting."""
+    return tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
-    def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, over all stages."""
-        # On the CPU if all of this rank's stages are frozen.
-        squared = nn.utils.get_total_norm(self.gradients()).to(self.device) ** 2
-        # If pipelines hold shards, these add up as the stages do.
-        dist.all_reduce(squared, group=dist.group.WORLD if self.config.shard_replicas else self.pipeline)
-        return squared.sqrt()
 
-    def receive(self, index: int, inputs: Any) -> Tensor:
-        """Receive the outputs of stage ``index - 1`` from its rank; the pipeline's ``inputs`` determine their shape."""
-        *_, (_, sent) = trace_stages(self.outline[:index], self.dtypes, inputs)
-        received = torch.empty_like(sent, device=self.device, requires_grad=False)
-        dist.recv(received, group=self.pipeline, group_src=self.owners[index - 1])
-        return received
+#:: include "parallelism/shared/blocks.py" ::#

@@ -1,23 +1,21 @@
 @dataclass
 class ParallelConfig:
-    """Tensor parallelism, with DTensor."""
+    """Tensor parallelism: the ranks of a group shard layers, as ``plan.py`` says, and read the same samples."""
 
-    replicas: PositiveInt = 1
-    """Groups of ranks that each hold the whole model and read a share of the batch; 1 shards every layer over all
-    ranks."""
-    shard_replicas: bool = False
-    """Shard weights, gradients and optimizer state over the groups (FSDP), which otherwise hold the same."""
-    sequence_parallel: bool = False
-    """Also shard the activations between layers, along the sequence: less memory, the same number of bytes sent."""
+    replicas: int = 1
+    """Groups of ranks that each hold the whole model and read a local batch; 1 shards layers over all ranks."""
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of shares of the global batch: one per group."""
+        """Return the number of local batches that the global batch is split into: one per group."""
         return self.replicas
 
-    def devices_per_rank(self) -> int:
-        """Return the number of accelerators that one rank computes on."""
-        return 1
-
-    def default_nproc(self, devices: int) -> int:
-        """Return the number of ranks to start on a machine with this many accelerators."""
-        return devices or 2
+    def check(self, config: "Config", world_size: int) -> None:
+        """Reject ranks that do not divide into groups, attention heads that do not divide into shards, and fp16."""
+        if world_size % self.replicas:
+            raise UserError(f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)")
+        shards = world_size // self.replicas
+        heads = getattr(config.model, "heads", shards)
+        if heads % shards:
+            raise UserError(f"model.heads is {heads}, which does not divide into {shards} shards: give a multiple")
+        if config.train.precision == "fp16":
+            raise UserError("train.precision is fp16, whose scaler would skip steps on some ranks alone; give bf16")

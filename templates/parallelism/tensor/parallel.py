@@ -1,122 +1,173 @@
-"""Tensor parallelism: every rank holds a shard of each layer and computes its part of the layer's output.
+"""Tensor parallelism: every rank holds a shard of each large layer, and computes its part of the layer's output.
 
-A block's ``tensor_plan`` defines how to shard it; a block without one is replicated, and all ranks compute the same in
-it. The ranks of one group read the same samples. With several groups, each reads its share of the batch, and ranks with
-the same shards sum their gradients; or each holds only a part of these shards.
+``plan.py`` says which layers are sharded, and how. Their parameters are DTensors; every rank holds all others whole.
+The ranks of a group read the same samples:
+
+    rank 0   x ── half of the features of layer 1 ── half of the terms of layer 2 ──┐
+                                                                               all-reduce ── y
+    rank 1   x ── the other half ─────────────────── the other half ────────────────┘
+
+With several groups, each reads a local batch, and ranks with the same shards average their gradients.
 """
 
-import logging
-import warnings
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from .config import Config
-from .model import blocks
-from .runtime import Process, get_rng_state, set_rng_state
-from .splitting import (
-    GradientBuckets,
-    build_by_block,
-    check_plan,
-    check_replicated,
-    parallelize_block,
-    shard_replica,
-    split_batch,
-    sum_parts,
-)
-from .strategy import BuildFn, LossFn, Strategy
+from .config import Config, UserError
+from .distributed import Process
+from .model import build_model
+from .plan import tensor_plan
+from .sharded import Checkpointer as Checkpointer
+from .task import Task
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Parallel(Strategy):
-    """The model as DTensors: sharded where a block has a plan, replicated elsewhere."""
+class Parallel:
+    """The model with sharded layers. Every strategy has these methods and attributes; the loop uses nothing else.
 
-    waits_in_forward = True
+    Attributes:
+        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
+        scaler: Does nothing here; under other strategies, it scales the loss under fp16.
+    """
 
-    def __init__(self, build: BuildFn, loss_fn: LossFn, config: Config, process: Process) -> None:
-        layout = config.parallel
-        shape = (layout.replicas, process.world_size // layout.replicas)
-        mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("data", "tensor"))
-        dp_rank, dp_group = mesh.get_local_rank("data"), mesh["data"].get_group()
-        super().__init__(loss_fn, config, process, dp_rank, dp_group)
-        self.group, self.is_first = mesh["tensor"].get_group(), mesh.get_local_rank("tensor") == 0
+    def __init__(self, task: Task, config: Config, process: Process) -> None:
+        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+        self.allow_unused, self.steps = config.train.allow_unused, 0
+        precision, kind = config.train.precision, self.device.type
+        self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
+        self.scaler = torch.amp.GradScaler(kind, enabled=False)
+        self.dp_size = config.parallel.replicas
+        shape = (self.dp_size, process.world_size // self.dp_size)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
+        self.dp_group, self.dp_rank = mesh.get_group("data"), mesh.get_local_rank("data")
+        self.group, self.mesh = mesh.get_group("tensor"), mesh["tensor"]
+        self.is_first = self.mesh.get_local_rank() == 0
+        self.users: dict[nn.Parameter, tuple[str, bool]] = {}  # Names, and whether plan.py shards them.
 
-        def parallelize(block: nn.Module) -> None:
-            parallelize_block(block.to(self.device), mesh["tensor"], layout.sequence_parallel)
-            if layout.shard_replicas:
-                shard_replica(block, mesh["data"], self.dtype)
+        def wrap(block: nn.Module) -> nn.Module:
+            self.shard(block.to(self.device))
+            return prepare_block(block, config)
 
-        # Each block, when it is built, so that the whole model is never on the device, nor on the CPU.
-        self.module, parts = build_by_block(build, lambda model: blocks(model) or [model], config.train, parallelize)
-        check_plan(self.module)
-        if self.module not in parts:
-            parallelize(self.module)
-        if isinstance(last := parts[-1], FSDPModule):
-            # Its backward follows its forward at once, so its weights stay.
-            last.set_reshard_after_forward(False, recurse=False)
-        if layout.shard_replicas:
-            self.autocast = partial(self.autocast, enabled=False)  # FSDP casts parameters and inputs.
-            silence_warnings()
-        self.buckets = GradientBuckets(self.module, dp_group)
+        self.module: nn.Module = build_model(config.model, wrap).to(self.device)
+        if not any(is_sharded for _, is_sharded in self.users.values()):
+            raise UserError("plan.py shards no layer, so the ranks of a group would compute the same")
 
-    def forward_backward(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-        pieces = split_batch((inputs, targets), self.microbatches)
-        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+    def shard(self, block: nn.Module) -> None:
+        """Shard a block by its plan; rejects weights that layers share."""
+        before = dict(block.named_parameters(remove_duplicate=False))
+        if not any(isinstance(p, DTensor) for p in before.values()):
+            # All ranks drew the same values, so each keeps its shard without a message.
+            parallelize_module(block, self.mesh, tensor_plan(block), src_data_rank=None)
+        for name, p in block.named_parameters(remove_duplicate=False):
+            original, user = before[name], f"{type(block).__name__}.{name}"
+            is_sharded = isinstance(p, DTensor)
+            other, was_sharded = self.users.get(original, ("", False))
+            if other and (is_sharded or was_sharded):
+                raise UserError(f"{user} is also {other}; plan.py cannot shard both: untie them, or shard neither")
+            self.users[original] = self.users[p] = user, is_sharded
+            if is_sharded:
+                original.data = original.new_empty(0)  # Kept to recognize it.
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
+        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
+
+        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
+        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
+        """
+        totals: dict[str, Tensor] = {}
+        for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):
+            # The ranks of a group draw the same random numbers: dropout is the same where activations are, and drops
+            # the same places of all shards where they are sharded.
             with self.autocast():
-                loss = self.add_loss(self.module(some_inputs), some_targets)
-            # Gradients accumulate on each rank; the last backward starts the all-reduces.
-            self.buckets.is_last_backward = number == len(pieces)
-            scaler.scale(loss).backward()
-        self.buckets.wait()
-        sum_parts(self.module.parameters(), self.group)
-        if not self.losses.is_agreed:  # In the first step.
-            check_replicated(self.module, self.group)
-        if scaler.is_enabled():
-            # If one shard overflows, all have to skip the step: its NaN reaches every rank through the norm.
-            self.gradients()[0].to_local().add_(self.gradient_norm() * 0)
-        # All ranks of a group have the same losses.
-        return {name: loss * self.is_first for name, loss in self.finish_losses().items()}
+                losses = self.task.losses(self.module(some_inputs), some_targets)
+            (losses["loss"] / weight).backward()
+            for name, loss in losses.items():  # The ranks of a group have the same.
+                part = loss.detach() / weight / self.dp_size * self.is_first
+                totals[name] = totals.get(name, 0) + part
+        self.average_gradients()
+        return totals
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients of shards over the groups, and of whole parameters over all ranks.
+
+        So its copies stay bitwise equal, in whatever order kernels and messages add.
+        """
+        if self.allow_unused:
+            parameters = [p for p in self.module.parameters() if p.requires_grad]
+            users = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+            dist.all_reduce(users, group=self.dp_group)
+            for p, count in zip(parameters, users.tolist(), strict=True):
+                if count and p.grad is None:  # Only another group used it.
+                    p.grad = torch.zeros_like(p)
+        whole, shards = self.gradients()
+        self.steps += 1
+        if self.steps.bit_count() == 1:  # 1, 2, 4, ...: at first, layers of zeros hide gradients.
+            self.check_equal(whole)
+        for gradients, group in ((whole, dist.group.WORLD), (shards, self.dp_group)):
+            if gradients and dist.get_world_size(group) > 1:
+                vector = nn.utils.parameters_to_vector(gradients.values())
+                vector /= dist.get_world_size(group)
+                dist.all_reduce(vector, group=group)
+                nn.utils.vector_to_parameters(vector, gradients.values())
+
+    def gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return by name the gradients of parameters that every rank holds whole, and of this rank's shards."""
+        whole, shards = dict[str, Tensor](), dict[str, Tensor]()
+        for name, p in self.module.named_parameters():
+            if isinstance(p, DTensor) and isinstance(p.grad, DTensor):
+                # SequenceParallel leaves a part of the gradient on each rank.
+                p.grad = gradient = p.grad.redistribute(placements=p.placements)
+                part = shards if p.placements[0].is_shard() else whole
+                part[name] = gradient.to_local()
+            elif p.grad is not None:
+                whole[name] = p.grad
+        return whole, shards
+
+    def check_equal(self, gradients: dict[str, Tensor]) -> None:
+        """Reject a whole parameter of which the ranks of a group have different gradients."""
+        norms = [gradient.norm().item() for gradient in gradients.values()]
+        largest = torch.tensor(norms, device=self.device)
+        smallest = largest.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.group)
+        for i, name in enumerate(gradients):
+            if largest[i] > 1.05 * smallest[i]:  # Some kernels add in any order.
+                raise UserError(f"plan.py leaves {name} whole, but ranks compute with it on shards; shard it too")
 
     def predict(self, inputs: Any) -> Any:
+        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
         with self.autocast():
             outputs = self.module(inputs)
-        # Also where they are dropped: PyTorch warns of messages that nobody waited for.
-        outputs = tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.wait, outputs)
-        return outputs if self.is_first else None  # All ranks of a group have the same outputs.
+        return outputs if self.is_first else None  # The ranks of a group have the same.
 
+    @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        norm = self.gradient_norm()
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        whole, shards = (list(gradients.values()) for gradients in self.gradients())
+        squared = nn.utils.get_total_norm(shards).square()
+        squared = squared.to(self.device)  # It is on the CPU if there are none.
+        dist.all_reduce(squared, group=self.group)
+        norm = (squared + nn.utils.get_total_norm(whole).square()).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+        for gradient in (*whole, *shards):
+            gradient.mul_(scale)
         return norm
 
-    def align_random_state(self) -> None:
-        # Replicated activations would otherwise drop other units on each rank of a group.
-        state = [get_rng_state(self.device)]
-        dist.broadcast_object_list(state, group=self.group, group_src=0)
-        set_rng_state(state[0], self.device)
-
-    def gradients(self) -> list[DTensor]:
-        """Return the gradients of this rank's shards, and of replicated parameters."""
-        return [p.grad for p in self.module.parameters() if isinstance(p.grad, DTensor)]
-
-    def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, over all shards."""
-        norm: DTensor = nn.utils.get_total_norm(self.gradients())  # type: ignore[assignment]
-        return norm.full_tensor()
+#:: include "parallelism/shared/state.py" ::#
 
 
-def silence_warnings() -> None:
-    """Ignore what PyTorch warns of when DTensors are sharded in two dimensions.
-
-    A block may return what is a view for DTensor, so no block should change its input in place; and two messages that
-    cannot be one are needed to gather a tensor, for a checkpoint, and to sum the norm.
-    """
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+#:: include "parallelism/shared/blocks.py" ::#

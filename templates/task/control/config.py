@@ -1,108 +1,62 @@
 @dataclass
-class ControlConfig:
-    """Proximal policy optimization in an environment of Gymnasium. Its defaults solve CartPole-v1."""
+class DatasetConfig:
+    """Proximal policy optimization (Schulman et al. 2017) in ``data.global_batch_size`` environments."""
 
-    environment: str = "CartPole-v1"
-    """Id of the environment. Its observations are vectors, its actions discrete or continuous. evaluate takes this and
-    the next setting from the checkpoint."""
-    max_episode_steps: PositiveInt | None = None
-    """Steps after which an episode is cut off; null takes the limit that the environment was registered with."""
-    environments: PositiveInt = 8
-    """Copies of the environment, over all ranks together; a multiple of the number of ranks that share them."""
-    steps: PositiveInt = 32
-    """Steps in each of them that make up the experience of an epoch."""
-    passes: PositiveInt = 20
-    """Epochs that train on the same experience, before it is collected anew with the policy of that moment."""
-    discount: PositiveFloat = 0.98
-    """Factor by which a reward counts less for each step that it is in the future."""
-    gae_lambda: NonNegativeFloat = 0.8
-    """Generalized advantage estimation: 0 trusts the critic's values after one step, 1 only the observed rewards."""
-    clip: PositiveFloat = 0.2
+    steps: int = 256
+    """Steps in each environment, from the start of an episode on, that a step of training learns from."""
+    passes: int = 10
+    """Passes over them."""
+    minibatches: int = 4
+    """Updates of the weights per pass, each with another part of the steps of every environment."""
+    discount: float = 0.99
+    """Factor by which a reward counts less for each step that it lies in the future."""
+    gae_lambda: float = 0.95
+    """Generalized advantage estimation: near 0, trust the critic after one step; 1, trust only observed rewards."""
+    clip: float = 0.2
     """Change of an action's probability, as a ratio, beyond which the loss gives no more gradient."""
-    value_weight: NonNegativeFloat = 0.5
-    """Weight of the critic's squared error in the loss."""
-    entropy_weight: NonNegativeFloat = 0.0
-    """Weight in the loss of the policy's entropy, which keeps it from settling on one action too early."""
-    evaluation_episodes: PositiveInt = 100
-    """Episodes per evaluation, over all ranks together, each with the most likely actions."""
-    gif: str | None = None
-    """File, *.gif, for an animation of the first episode of each evaluation; null writes none."""
+    entropy_weight: float = 0.0
+    """Weight of the policy's entropy in the loss, which keeps it from settling on one action too early."""
 
     def check(self) -> None:
-        """Reject factors above 1, and a file that cannot be written."""
-        for name in ("discount", "gae_lambda"):
-            if getattr(self, name) > 1:
-                raise UserError(f"control.{name} is {getattr(self, name)}; give at most 1")
-        if self.gif is not None:
-            self.check_gif(self.gif)
-
-    def check_gif(self, path: str) -> None:
-        """Reject a name with another suffix, and a folder that can be neither written to nor created."""
-        if not path.endswith(".gif"):
-            raise UserError(f"control.gif is {path}; give a file whose name ends with .gif")
-        folder = os.path.dirname(os.path.abspath(path))
-        while not os.path.exists(folder):
-            folder = os.path.dirname(folder)
-        if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise UserError(f"control.gif is {path}, which cannot be written; give a file in another folder")
-
-    def check_batch(self, data: DataConfig, shares: int) -> None:
-        """Reject environments that do not divide into equal shares, and unequal parts of them in a global batch."""
-        count, size = self.environments, data.global_batch_size
-        if count % shares:
-            fits = -(-count // shares) * shares
-            raise UserError(
-                f"control.environments is {count}, which does not divide into {shares} share(s); {fits} would"
-            )
-        if size % count or self.steps % (size // count):
-            divisors = [n for n in range(1, self.steps + 1) if self.steps % n == 0]
-            below = max((n for n in divisors if n * count < size), default=divisors[0])
-            above = min((n for n in divisors if n * count > size), default=divisors[-1])
-            fits = " or ".join(str(count * n) for n in sorted({below, above}))
-            raise UserError(
-                f"data.global_batch_size is {size}, but a batch has equally many of the {self.steps} steps of each of "
-                f"{count} environments; {fits} would do"
-            )
-        if data.num_workers:
-            raise UserError(f"data.num_workers is {data.num_workers}; give 0: each rank steps its own environments")
+        """Reject factors that are too large, and more parts than steps."""
+        if self.discount >= 1:
+            raise UserError(f"dataset.discount is {self.discount}; give a number below 1")
+        if self.gae_lambda > 1:
+            raise UserError(f"dataset.gae_lambda is {self.gae_lambda}; give at most 1")
+        if self.minibatches > self.steps:
+            raise UserError(f"dataset.minibatches is {self.minibatches}; give at most dataset.steps, {self.steps}")
 
 
 @dataclass
 class ModelConfig:
-    """An actor and a critic side by side, perceptrons of the same size."""
+    """An actor and a critic, perceptrons of the same size, for an environment of Gymnasium."""
 
-    width: PositiveInt = 64
+    environment: str = "CartPole-v1"
+    """Id of the environment: observations are vectors, actions discrete, and the length of an episode is limited."""
+    width: int = 64
     """Features of each hidden layer, of the actor and of the critic."""
-    depth: PositiveInt = 2
+    depth: int = 2
     """Hidden layers of each."""
-    observations: PositiveInt | None = None
-    """Numbers in an observation; null takes it from the environment, and so do the next two."""
-    actions: NonNegativeInt | None = None
-    """Discrete actions to choose from; 0 if actions are continuous."""
-    action_dims: NonNegativeInt | None = None
-    """Numbers in a continuous action; 0 if actions are discrete."""
-    weights: str | None = None
-    """Weights to start a new run from: a checkpoint, a state_dict file or a .safetensors file."""
-    weights_except: list[str] = field(default_factory=list)
-    """Modules that keep their initial weights nevertheless, for example [head]."""
+    weights: str | None = field(default=None, metadata={"file": True})
+    """A file of weights that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
 
     def check(self) -> None:
-        """Reject sizes that no environment has; before it is known, both are null."""
-        if bool(self.actions) == bool(self.action_dims) and self.actions is not None:
-            raise UserError("model.actions and model.action_dims do not say which actions there are; leave both out")
-#:: if cookiecutter.__cuts_blocks ::#
+        """Reject an environment that does not exist or fit."""
+        self.sizes()
 
-    def count_blocks(self) -> int:
-        """Return the number of blocks; the model can be split between any two of them."""
-        return 1 + self.depth
-#:: endif ::#
-#:: if cookiecutter.__shards_layers ::#
+    def sizes(self) -> tuple[int, int]:
+        """Return how many numbers an observation has, and how many actions there are to choose from."""
+        import gymnasium  # Takes half a second.
 
-    def check_shards(self, size: int, sequence_parallel: bool) -> None:
-        """Reject settings that cannot be sharded over ``size`` ranks."""
-        if self.width % size:
-            fits = -(-self.width // size) * size
-            raise UserError(f"model.width is {self.width}, which does not divide into {size} shards; {fits} would")
-        if sequence_parallel:
-            raise UserError("parallel.sequence_parallel is on, but observations have no sequence; leave it off")
-#:: endif ::#
+        try:
+            environment = gymnasium.make(self.environment)
+        except (gymnasium.error.Error, ImportError) as error:
+            raise UserError(f"model.environment is {self.environment}: {error}") from None
+        seen, actions, spec = environment.observation_space, environment.action_space, environment.spec
+        if isinstance(seen, gymnasium.spaces.Box) and isinstance(actions, gymnasium.spaces.Discrete):
+            if len(seen.shape) == 1 and spec is not None and spec.max_episode_steps is not None:
+                return seen.shape[0], int(actions.n)
+        raise UserError(
+            f"model.environment is {self.environment}; give one whose observations are vectors, whose actions are "
+            "discrete, and whose episodes have a limited length"
+        )

@@ -1,129 +1,143 @@
-"""The data, its loss and its metrics: proximal policy optimization in an environment.
+"""The data: what a policy does in environments of Gymnasium, which are numbered over all ranks.
 
-``splitting/experience.py`` collects what the policy is trained on, and ``evaluate.py`` plays episodes.
+A sample is an environment. Each step of training starts a new episode in all of them. So what happens there follows
+from the weights, ``run.seed``, the step and the number of the environment, whichever rank it is on, and checkpoints
+hold no state of environments. The price: training sees at most the first ``dataset.steps`` steps of an episode.
+
+Runs on different numbers of ranks agree until rounding changes an action that is drawn. From there on, they are
+different samples of the same experiment.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+import gymnasium
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
-from .config import Config, ControlConfig, DataConfig, ModelConfig
-from .launch import check_spaces
-from .reporting import Examples, draw_episode
-from .runtime import Context
-from .splitting import Experience, Policy, read_outputs
+from .config import Config, DatasetConfig
+from .distributed import derive_seed
 
-# The metric that selects the best checkpoint, and whether higher is better.
-BEST_METRIC, HIGHER_IS_BETTER = "mean_return", True
+EVALUATION_EPISODES = 100
+Policy = Callable[[Tensor], Tensor]  # Maps (batch, numbers) observations to (batch, actions + 1) logits and values.
 
-# Units of the curves of the loss, which has none, and that metric.
-UNITS = {"mean_return": "sum of rewards"}
-
-# Makes a batch of a list of samples; experience has its own batches.
+# Makes a batch, a pair (inputs, targets), of a list of samples.
 collate_fn = default_collate
 
 
-@dataclass
-class Rollouts:
-    """The training set: what the policy does in the environments. It depends on the model, so it builds its loader."""
+class Numbers(Dataset[tuple[int, int]]):
+    """Environments, or episodes of an evaluation, each as its number; twice, because there are no targets."""
 
-    control: ControlConfig
-    model: ModelConfig
-
-    def build_loader(
-        self, strategy: Any, data: DataConfig, seed: int, register: Callable[..., None], guard: Context
-    ) -> tuple[Experience, Experience]:
-        """Make this rank's environments; returns the sampler and the loader of its share of each global batch."""
-        policy, functions = Policy(strategy, self.model), (estimate_advantages, aggregate_metrics)
-        experience = Experience(self.control, policy, data.global_batch_size, seed, guard, *functions)
-        register("experience", experience)
-        return experience, experience
-
-
-@dataclass
-class Episodes:
-    """The test set: episodes, numbered over all ranks; each has a seed of its own and is played to its end once."""
-
-    control: ControlConfig
-    model: ModelConfig
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def __len__(self) -> int:
-        return self.control.evaluation_episodes
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, index
 
 
-def build_datasets(config: Config) -> tuple[Rollouts, Episodes]:
-    """Return what to train on, and the episodes to evaluate on; reject a model for another environment."""
-    check_spaces(config.control, config.model)
-    return Rollouts(config.control, config.model), Episodes(config.control, config.model)
+def build_datasets(config: Config) -> tuple[Numbers, Numbers]:
+    """Return the environments to train in, and the episodes to evaluate on."""
+    return Numbers(config.data.global_batch_size), Numbers(EVALUATION_EPISODES)
 
 
-def estimate_advantages(
-    rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, config: ControlConfig
-) -> Tensor:
-    """Return how much better than expected each action was (Schulman et al. 2016, arXiv:1506.02438, equation 16).
+class Environment:
+    """One environment; each of its episodes is seeded by a key and the number of the episode.
 
-    Args:
-        rewards: Of shape (environments, steps), like all others.
-        values: What the critic expects before each step.
-        next_values: What it expects after each step.
-        terminated: Whether nothing follows the step.
-        done: Whether the step is the last of its episode.
-        config: The discount factor, and lambda.
+    Attributes:
+        observation: What the next action responds to, of shape (numbers,).
     """
-    td_errors = rewards + config.discount * next_values * ~terminated - values
-    advantages, advantage = torch.empty_like(td_errors), torch.zeros(len(td_errors))
-    for step in reversed(range(td_errors.shape[1])):
-        advantage = td_errors[:, step] + config.discount * config.gae_lambda * ~done[:, step] * advantage
-        advantages[:, step] = advantage
+
+    def __init__(self, config: Config, *key: int | str) -> None:
+        self.gym: Any = gymnasium.make(config.model.environment)
+        self.key, self.episode = key, 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the next episode."""
+        observation, _ = self.gym.reset(seed=derive_seed(*self.key, self.episode))
+        self.observation = torch.as_tensor(observation, dtype=torch.float32)
+        self.episode += 1
+
+    def step(self, action: int) -> dict[str, Tensor]:
+        """Take an action, and start the next episode if this one has ended.
+
+        Returns:
+            The ``reward``, the observation that was ``reached``, and whether the episode has ``ended``: it may have
+            been cut off, or it was ``terminated`` and no more reward would follow.
+        """
+        observation, reward, terminated, truncated, _ = self.gym.step(action)
+        self.observation = reached = torch.as_tensor(observation, dtype=torch.float32)
+        if terminated or truncated:
+            self.reset()
+        flags = {"terminated": torch.tensor(terminated), "ended": torch.tensor(terminated or truncated)}
+        return {"reward": torch.tensor(float(reward)), "reached": reached, **flags}
+
+
+@torch.no_grad()
+def collect(policy: Policy, numbers: list[int], step: int, config: Config) -> dict[str, Tensor]:
+    """Return what the policy does in some environments, as tensors of shape (environments, steps, ...).
+
+    They are ``observation``, ``action``, its ``log_prob``, ``advantage`` (how much better than expected it was) and
+    ``return`` (what the critic should have expected).
+    """
+    seed, length = config.run.seed, config.dataset.steps
+    environments = [Environment(config, seed, "collect", step, number) for number in numbers]
+    generators = [torch.Generator().manual_seed(derive_seed(seed, "act", step, number)) for number in numbers]
+    noise = torch.stack([torch.rand(length, generator=generator) for generator in generators])
+    steps = []
+    for uniform in noise.split(1, dim=1):
+        observations = torch.stack([env.observation for env in environments])
+        outputs = policy(observations)
+        log_probs = outputs[:, :-1].log_softmax(dim=1)
+        # The action in whose part of the cumulative distribution the random number lies.
+        actions = (uniform >= log_probs.exp().cumsum(dim=1)[:, :-1]).sum(dim=1, keepdim=True)
+        known = {"observation": observations, "value": outputs[:, -1], "action": actions[:, 0]}
+        known["log_prob"] = log_probs.gather(1, actions)[:, 0]
+        steps.append(known | collate_fn([env.step(int(each)) for env, each in zip(environments, actions, strict=True)]))
+    taken = {name: torch.stack([each[name] for each in steps], dim=1) for name in steps[0]}
+    taken["next_value"] = policy(taken["reached"].flatten(0, 1))[:, -1].view(len(numbers), length)
+    advantage = estimate_advantages(taken, config.dataset)
+    kept = {name: taken[name] for name in ("observation", "action", "log_prob")}
+    return kept | {"advantage": advantage, "return": advantage + taken["value"]}
+
+
+def estimate_advantages(taken: dict[str, Tensor], config: DatasetConfig) -> Tensor:
+    """Return advantages of shape (environments, steps) (Schulman et al. 2016, arXiv:1506.02438, equation 16)."""
+    # Rewards count 1 - discount, so that values are on the scale of one reward, which the critic learns fast.
+    targets = (1 - config.discount) * taken["reward"] + config.discount * taken["next_value"] * ~taken["terminated"]
+    errors = targets - taken["value"]
+    decay = config.discount * config.gae_lambda * ~taken["ended"]
+    advantages = torch.empty_like(errors)
+    following = torch.zeros(len(errors))
+    for i in reversed(range(config.steps)):
+        advantages[:, i] = following = errors[:, i] + decay[:, i] * following
     return advantages
 
 
-def loss_fn(outputs: Tensor, targets: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
-    """Return the sums of the losses of proximal policy optimization over a batch, and what they are sums of.
-
-    They are those of Schulman et al. 2017 (arXiv:1707.06347, equations 7 and 9). ``kl`` estimates the divergence of the
-    policy from the one that collected the experience, without bias and never below 0 (Schulman 2020, k3);
-    ``clip_fraction`` counts the samples whose ratio is out of bounds.
-
-    Args:
-        outputs: The model's outputs, of shape (batch, columns).
-        targets: ``action``, ``log_prob``, ``advantage`` and ``return`` of each sample, and settings of the loss.
-    """
-    policy, values = read_outputs(outputs, is_discrete=not targets["action"].is_floating_point())
-    log_ratio = policy.log_prob(targets["action"]) - targets["log_prob"]
-    ratio, clip, advantage = log_ratio.exp(), targets["clip"], targets["advantage"]
-    policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).sum()
-    value_loss, entropy = (values - targets["return"]).square().sum(), policy.entropy().sum()
-    losses = {
-        "loss": policy_loss + targets["value_weight"] * value_loss - targets["entropy_weight"] * entropy,
-        "policy_loss": policy_loss,
-        "value_loss": value_loss,
-        "entropy": entropy,
-        "kl": (torch.expm1(log_ratio) - log_ratio).sum(),  # Not ratio - 1, whose rounding errors may be larger.
-        "clip_fraction": ((ratio - 1).abs() > clip).sum().float(),
-    }
-    return losses, len(outputs)
+def minibatches(experience: dict[str, Tensor], step: int, config: Config) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield the parts of all passes over the experience of a step: observations, and what the loss needs to know."""
+    parts, length = config.dataset.minibatches, config.dataset.steps
+    for number in range(config.dataset.passes):
+        generator = torch.Generator().manual_seed(derive_seed(config.run.seed, "pass", step, number))
+        order = torch.randperm(length, generator=generator)
+        for part in range(parts):
+            batch = {name: values[:, order[part::parts]] for name, values in experience.items()}
+            yield batch.pop("observation"), batch
 
 
-def aggregate_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Aggregate the metrics of all episodes, which are arrays of shape (episodes,) by name.
-
-    Returns:
-        The mean, least and greatest return, which is the sum of an episode's rewards without discount, and the mean
-        length, in steps.
-    """
-    returns = episodes["return"]
-    metrics = {"mean_return": float(returns.mean()), "min_return": float(returns.min())}
-    return metrics | {"max_return": float(returns.max()), "mean_length": float(episodes["length"].mean())}
-
-
-def examples(evaluator: Any) -> Examples:
-    """Return files that show the last evaluation, each with a function that makes it; optional, called on all ranks."""
-    steps = evaluator.first_episode
-    return {"episode.png": partial(draw_episode, steps)} if steps else {}
+@torch.no_grad()
+def play(policy: Policy, numbers: list[int], config: Config) -> dict[str, Tensor]:
+    """Play episodes of an evaluation with the most likely actions; returns the ``return`` and ``length`` of each."""
+    environments = [Environment(config, "play", number) for number in numbers]
+    returns, lengths = torch.zeros(len(environments)), torch.zeros(len(environments))
+    while any(env.episode == 1 for env in environments):
+        actions = policy(torch.stack([env.observation for env in environments]))[:, :-1].argmax(dim=1)
+        for i, env in enumerate(environments):
+            if env.episode == 1:  # Its first one is not over.
+                returns[i] += env.step(int(actions[i]))["reward"]
+                lengths[i] += 1
+    return {"return": returns, "length": lengths}

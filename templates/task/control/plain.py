@@ -1,91 +1,100 @@
-def batches(model: nn.Module, config: Any) -> Iterator[Any]:
-    """Yield global batches of experience: the same number of steps of each environment, in an order of its own."""
-    control, seed = config.control, config.run.seed
-    share = config.data.global_batch_size // control.environments
-    worlds = [World(config, number) for number in range(control.environments)]
-    samples: list[list[dict[str, Any]]] = []
-    for epoch in count():
-        if epoch % control.passes == 0:
-            samples = [world.collect(model, epoch // control.passes) for world in worlds]
-        orders = [torch.randperm(control.steps, generator=generator(seed, "order", epoch, w.number)) for w in worlds]
-        for start in range(0, control.steps, share):
-            picked = [own[i] for own, order in zip(samples, orders, strict=True) for i in order[start : start + share]]
-            batch: dict[str, Any] = {name: torch.stack([sample[name] for sample in picked]) for name in picked[0]}
-            advantage = batch["advantage"].double()
-            batch["advantage"] = ((advantage - advantage.mean()) / advantage.std(correction=0)).float()
-            settings = {name: getattr(control, name) for name in ("clip", "value_weight", "entropy_weight")}
-            yield batch.pop("observation"), batch | settings
+"""A plain training loop, in one process and one environment at a time, from which no run must differ.
+
+It is written from the documented rules with nothing but PyTorch and Gymnasium. Of the package it uses only the model.
+"""
+
+import math
+from hashlib import blake2b
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from support import module
+
+Records = list[dict[str, float]]
 
 
-class World:
-    """One environment, which continues from one collection to the next."""
-
-    def __init__(self, config: Any, number: int) -> None:
-        self.config, self.number, self.episode = config, number, 0
-        self.environment = make(config)
-        self.observation = self.reset()
-
-    def reset(self) -> Tensor:
-        """Start the next episode."""
-        key = (self.config.run.seed, "reset", self.number, self.episode)
-        self.episode += 1
-        return torch.as_tensor(self.environment.reset(seed=hashed(*key))[0], dtype=torch.float32)
-
-    @torch.no_grad()
-    def collect(self, model: nn.Module, rollout: int) -> list[dict[str, Any]]:
-        """Return the steps that the policy of now takes, one at a time."""
-        control, steps = self.config.control, []
-        random = generator(self.config.run.seed, "action", self.number, rollout)
-        for noise in torch.rand(control.steps, generator=random).tolist():
-            *logits, value = model(self.observation[None])[0]
-            log_probs = torch.stack(logits).log_softmax(dim=0)
-            ends = log_probs.exp().cumsum(dim=0).tolist()
-            action = next((i for i, end in enumerate(ends[:-1]) if noise < end), len(ends) - 1)
-            reached, reward, terminated, truncated, _ = self.environment.step(action)
-            observation, next_observation = self.observation, torch.as_tensor(reached, dtype=torch.float32)
-            next_value = 0.0 if terminated else float(model(next_observation[None])[0, -1])
-            td_error = float(reward) + control.discount * next_value - float(value)
-            done = terminated or truncated
-            steps.append((observation, action, log_probs[action], value, td_error, done))
-            self.observation = self.reset() if done else next_observation
-        return [sample(steps[i:], control.discount * control.gae_lambda) for i in range(len(steps))]
-
-
-def sample(steps: Sequence[Any], decay: float) -> dict[str, Any]:
-    """Return the first of some steps; its advantage is the decaying sum of the errors up to the episode's end."""
-    observation, action, log_prob, value, *_ = steps[0]
-    length = next((i for i, step in enumerate(steps, start=1) if step[-1]), len(steps))
-    advantage = torch.tensor(sum(decay**i * step[4] for i, step in enumerate(steps[:length])))
-    known = {"observation": observation, "action": torch.tensor(action), "log_prob": log_prob}
-    return known | {"advantage": advantage, "return": advantage + value}
+def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
+    """Train for a number of steps; returns what a run has to log of each, and the final weights."""
+    torch.manual_seed(config.run.seed)
+    model, optim, settings, records = module("model").build_model(config.model), config.optim, config.dataset, []
+    parameters, updates = list(model.parameters()), 0
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    for step in range(steps):
+        lr, losses, norms = learning_rate(step, config.train.epochs, optim), [], []
+        experience = [act(model, config, step, number) for number in range(config.data.global_batch_size)]
+        columns = [torch.stack(part) for part in zip(*experience, strict=True)]
+        columns[3] = (columns[3] - columns[3].mean()) / columns[3].std(correction=0)
+        for number in range(settings.passes):
+            generator = torch.Generator().manual_seed(hashed(config.run.seed, "pass", step, number))
+            order = torch.randperm(settings.steps, generator=generator)
+            for some in (order[part :: settings.minibatches] for part in range(settings.minibatches)):
+                loss = loss_of(model, config, *(column[:, some] for column in columns))
+                gradients, updates = torch.autograd.grad(loss, parameters), updates + 1
+                norms.append(math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)))
+                scale = min(1.0, config.train.clip_grad_norm / norms[-1])
+                for p, gradient, state in zip(parameters, gradients, moments, strict=True):
+                    adamw(p, gradient * scale, state, updates, lr, optim)
+                losses.append(loss.item())
+        records.append({"step": step + 1, "loss": np.mean(losses), "lr": lr, "grad_norm": np.mean(norms)})
+    return records, model.state_dict()
 
 
 @torch.no_grad()
-def play(model: nn.Module, config: Any) -> dict[str, np.ndarray]:
-    """Return the metrics of all evaluation episodes, played one after another."""
-    environment, played = make(config), []
-    for number in range(config.control.evaluation_episodes):
-        observation, _ = environment.reset(seed=hashed(config.run.seed, "evaluation", number))
-        rewards, is_over = [], False
-        while not is_over:
-            logits = model(torch.as_tensor(observation, dtype=torch.float32)[None])[0, :-1]
-            observation, reward, terminated, truncated, _ = environment.step(int(logits.argmax()))
-            rewards.append(float(reward))
-            is_over = terminated or truncated
+def act(model: nn.Module, config: Any, step: int, number: int) -> list[Tensor]:
+    """Return observations, actions, their log probabilities, advantages and returns of the steps in one environment."""
+    settings, seed, episode, ended, rows = config.dataset, config.run.seed, 0, True, []
+    environment = gymnasium.make(config.model.environment)
+    generator = torch.Generator().manual_seed(hashed(seed, "act", step, number))
+    for uniform in torch.rand(settings.steps, generator=generator):
+        if ended:
+            seen, _ = environment.reset(seed=hashed(seed, "collect", step, number, episode))
+            episode += 1
+        *logits, value = model(torch.tensor(seen))
+        log_probs = torch.stack(logits).log_softmax(dim=0)
+        ends = log_probs.exp().cumsum(dim=0)[:-1]
+        action = next((i for i, end in enumerate(ends) if uniform < end), len(ends))
+        reached, reward, terminated, truncated, _ = environment.step(action)
+        after, ended = 0.0 if terminated else float(model(torch.tensor(reached))[-1]), terminated or truncated
+        rows.append((torch.tensor(seen), torch.tensor(action), log_probs[action], value, float(reward), after, ended))
+        seen = reached
+    advantage, found = torch.tensor(0.0), []
+    for seen, action, log_prob, value, reward, after, ended in reversed(rows):
+        decay = 0 if ended else settings.discount * settings.gae_lambda
+        advantage = (1 - settings.discount) * reward + settings.discount * after - value + decay * advantage
+        found.insert(0, (seen, action, log_prob, advantage, advantage + value))
+    return [torch.stack(column) for column in zip(*found, strict=True)]
+
+
+def loss_of(model: nn.Module, config: Any, seen: Tensor, action: Tensor, before: Tensor, *target: Tensor) -> Tensor:
+    """Return the mean loss of proximal policy optimization (Schulman et al. 2017, equations 7 and 9)."""
+    *logits, value = model(seen).unbind(dim=-1)
+    policy, clip = torch.distributions.Categorical(logits=torch.stack(logits, dim=-1)), config.dataset.clip
+    ratio, (advantage, gain) = (policy.log_prob(action) - before).exp(), target
+    surrogate = torch.minimum(ratio * advantage, ratio.clip(1 - clip, 1 + clip) * advantage)
+    return (0.5 * (value - gain) ** 2 - surrogate - config.dataset.entropy_weight * policy.entropy()).mean()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, config: Any) -> dict[str, float]:
+    """Return the metrics of a model, from 100 episodes that are played one after another."""
+    environment, played = gymnasium.make(config.model.environment), []
+    for number in range(100):
+        seen, _ = environment.reset(seed=hashed("play", number, 0))
+        rewards, ended = [], False
+        while not ended:
+            action = int(model(torch.tensor(seen))[:-1].argmax())
+            seen, reward, terminated, truncated, _ = environment.step(action)
+            rewards, ended = [*rewards, float(reward)], terminated or truncated
         played.append((sum(rewards), len(rewards)))
-    return dict(zip(("return", "length"), np.array(played).T, strict=True))
-
-
-def make(config: Any) -> Any:
-    """Return the environment of the run."""
-    return gymnasium.make(config.control.environment, max_episode_steps=config.control.max_episode_steps)
-
-
-def generator(*key: int | str) -> torch.Generator:
-    """Return a generator for a key."""
-    return torch.Generator().manual_seed(hashed(*key))
+    returns, lengths = np.array(played).T
+    extremes = {"min_return": returns.min(), "max_return": returns.max()}
+    return {"num_samples": 100, "mean_return": returns.mean(), **extremes, "mean_length": lengths.mean()}
 
 
 def hashed(*key: int | str) -> int:
     """Return a seed for a key."""
-    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")

@@ -1,21 +1,15 @@
 """The model: a small ResNet for 8x8 images, as a sequence of named blocks.
 
-A block takes and returns one tensor, so the sequence can be wrapped, sharded or split between any two blocks.
-
-    images (1, 8, 8) ── stem ── (32, 8, 8) ── narrow0 ── ... ── wide0 ── (64, 4, 4) ── ... ── head ── logits (10,)
+A block takes and returns one tensor, so the sequence can be split, sharded or recomputed between any two blocks.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from torch import Tensor, nn
-#:: if cookiecutter.__shards_layers ::#
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
-#:: endif ::#
 from torch.nn import functional as F
 
 from .config import GROUPS, ModelConfig
-from .splitting import place
 
 CLASSES = 10
 
@@ -23,10 +17,10 @@ CLASSES = 10
 class Stem(nn.Module):
     """Maps (batch, 1, 8, 8) images to (batch, width, 8, 8) features."""
 
-    def __init__(self, width: int, norm: str) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False)
-        self.norm = build_norm(norm, width)
+        self.norm = nn.GroupNorm(GROUPS, width)
 
     def forward(self, images: Tensor) -> Tensor:
         return F.silu(self.norm(self.conv(images)))
@@ -35,12 +29,12 @@ class Stem(nn.Module):
 class ResidualBlock(nn.Module):
     """Two convolutions around a shortcut: (batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
-        self.norm1 = build_norm(norm, outputs)
+        self.norm1 = nn.GroupNorm(GROUPS, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
-        self.norm2 = build_norm(norm, outputs)
+        self.norm2 = nn.GroupNorm(GROUPS, outputs)
         # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, so that rounding
         # differences under another split do not grow from step to step. SiLU, for the same reason, has no kink.
         nn.init.zeros_(self.norm2.weight)
@@ -61,33 +55,20 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.linear(features.mean(dim=(2, 3)))
-    #:: if cookiecutter.__shards_layers ::#
-
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Map some of the features to all classes on each rank; the sum over the ranks gives the logits.
-
-        The other blocks are convolutions, which DTensor cannot shard: they have no plan and are replicated.
-        """
-        return {"linear": RowwiseParallel(input_layouts=Replicate())}
-    #:: endif ::#
 
 
-def build_norm(norm: str, width: int) -> nn.GroupNorm | nn.BatchNorm2d:
-    """Build a GroupNorm, which does not depend on how the batch is split, or a BatchNorm, which does."""
-    return nn.GroupNorm(GROUPS, width) if norm == "group" else nn.BatchNorm2d(width)
+def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
+    """Build the model on the CPU, with weights drawn from PyTorch's global generator.
 
-
-def build_model(config: ModelConfig) -> nn.Sequential:
-    """Build the model on the CPU, with weights drawn from PyTorch's global generator."""
+    Each block passes through ``wrap`` when it is built, where a strategy may compile, shard or drop it: no rank ever
+    holds more than its part of the model and one block.
+    """
     narrow, wide = config.width, 2 * config.width
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=place(Stem(narrow, config.norm)))
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=wrap(Stem(narrow)))
     for i in range(config.depth):
-        blocks[f"narrow{i}"] = place(ResidualBlock(narrow, narrow, stride=1, norm=config.norm))
+        blocks[f"narrow{i}"] = wrap(ResidualBlock(narrow, narrow, stride=1))
     for i in range(config.depth):
         stride, inputs = (1, wide) if i else (2, narrow)
-        blocks[f"wide{i}"] = place(ResidualBlock(inputs, wide, stride, config.norm))
-    blocks["head"] = place(Head(wide))
+        blocks[f"wide{i}"] = wrap(ResidualBlock(inputs, wide, stride))
+    blocks["head"] = wrap(Head(wide))
     return nn.Sequential(blocks)
-
-
-#:: include "task/shared/blocks.py" ::#

@@ -1,27 +1,17 @@
 """The model: a GPT over bytes (Radford et al. 2019), as a sequence of named blocks.
 
-A block takes and returns one tensor, so the sequence can be wrapped, sharded or split between any two blocks.
+A block takes and returns one tensor, so the sequence can be split, sharded or recomputed between any two blocks.
 
     bytes (time,) ── embedding ── (time, width) ── block0 ── block1 ── ... ── head ── logits (time, 256)
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from torch import Tensor, nn
-#:: if cookiecutter.__shards_layers ::#
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
-#:: endif ::#
 from torch.nn import functional as F
 
 from .config import ModelConfig
-from .splitting import place
 
 BYTES = 256
 
@@ -39,20 +29,13 @@ class Embedding(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.byte(inputs) + self.position.weight[: inputs.shape[1]]
-    #:: if cookiecutter.__shards_layers ::#
-
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Replicate the tables; with sequence parallelism, each rank passes on its part of the sequence."""
-        outputs = Shard(1) if sequence_parallel else Replicate()
-        return {"": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=outputs)}
-    #:: endif ::#
 
 
 class Block(nn.Module):
     """Causal self-attention, then a two-layer perceptron, each with a shortcut: (batch, time, width) to itself.
 
-    The rows of ``qkv`` are ordered by head, then by query, key and value. A contiguous shard of them thus holds whole
-    heads, and the block computes as many heads as it has rows for.
+    The rows of ``qkv`` are ordered by head, then by query, key and value. So a contiguous shard of them is whole heads,
+    and the block computes as many heads as it has rows for.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -76,15 +59,6 @@ class Block(nn.Module):
         """Map (batch, time, heads * 3 * head_width) queries, keys, values to (batch, time, heads * head_width)."""
         q, k, v = qkv.unflatten(2, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4).unbind()
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    #:: if cookiecutter.__shards_layers ::#
-
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Compute some heads and some hidden features on each rank; the shortcuts add their sums over the ranks."""
-        between = Shard(1) if sequence_parallel else Replicate()
-        columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
-        norms: dict[str, ParallelStyle] = {name: SequenceParallel() for name in ("norm1", "norm2") if sequence_parallel}
-        return {"qkv": columns, "out": rows, "up": columns, "down": rows, **norms}
-    #:: endif ::#
 
 
 class Head(nn.Module):
@@ -97,14 +71,6 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.linear(self.norm(features))
-    #:: if cookiecutter.__shards_layers ::#
-
-    def tensor_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Compute the logits of some bytes on each rank, and gather them to all ranks."""
-        between = Shard(1) if sequence_parallel else Replicate()
-        norm: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if sequence_parallel else {}
-        return {"linear": ColwiseParallel(input_layouts=between, output_layouts=Replicate()), **norm}
-    #:: endif ::#
 
 
 def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
@@ -114,13 +80,13 @@ def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
     return layer
 
 
-def build_model(config: ModelConfig) -> nn.Sequential:
-    """Build the model on the CPU, with weights drawn from PyTorch's global generator."""
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(embedding=place(Embedding(config.width, config.context)))
+def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
+    """Build the model on the CPU, with weights drawn from PyTorch's global generator.
+
+    Pass each block through ``wrap`` as soon as it is built, so that a strategy can compile, shard or drop it there.
+    """
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(embedding=wrap(Embedding(config.width, config.context)))
     for i in range(config.layers):
-        blocks[f"block{i}"] = place(Block(config.width, config.heads))
-    blocks["head"] = place(Head(config.width))
+        blocks[f"block{i}"] = wrap(Block(config.width, config.heads))
+    blocks["head"] = wrap(Head(config.width))
     return nn.Sequential(blocks)
-
-
-#:: include "task/shared/blocks.py" ::#

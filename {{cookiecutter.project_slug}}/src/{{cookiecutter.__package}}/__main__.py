@@ -1,169 +1,168 @@
-"""The command line: ``scripts/launch.sh SUBCOMMAND`` starts several ranks, each of which runs ``main``."""
+"""The command line: ``scripts/launch.sh train --optim.lr 1e-3``; ``train --help`` lists all settings."""
 
 import gc
-import math
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from argparse import ArgumentError
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, get_type_hints
 
-from . import STARTED, launch
-from .config import Config, UserError
-from .launch import Command
+import yaml
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+#:: if fact("shards") ::#
+from jsonargparse.typing import PositiveFloat, PositiveInt
+#:: endif ::#
 
-PROFILE = launch.Option(
-    "profile", "Write each rank's trace of a few steps to run.dir, and on CUDA a snapshot of its memory.", False
-)
-COMMANDS = {
-    "train": Command("train, or resume from the newest checkpoint of run.dir", trains=True),
-    "evaluate": Command("evaluate --checkpoint PATH on the whole test set", ("checkpoint",)),
-    #:: if cookiecutter.__generates ::#
-    "generate": Command("print a prompt and its continuation by --checkpoint PATH", ("checkpoint",)),
+from .config import CheckpointConfig, Config, UserError
+
+SECTIONS = get_type_hints(Config)
+DEFAULT = Path(__file__).parents[2] / "configs" / "default.yaml"
+COMMANDS = {  # An option that is named here exists; a command that writes --output takes no settings.
+    "train": "train, or resume run.dir",
+    "evaluate": "print the metrics of --checkpoint PATH on the test set",
+    "export": "write the weights of --checkpoint PATH as --output FILE.safetensors",
+    "plot": "draw the metrics of --runs [DIR, ...] as --output FILE.png",
+    #:: if fact("generates") ::#
+    "generate": "continue --prompt TEXT by --length bytes, with --checkpoint PATH and --temperature T",
     #:: endif ::#
-    "doctor": Command("check machines, interconnect and disk before a long run", trains=True),
-    "benchmark": Command("measure where the time of a training step goes", trains=True, options=(PROFILE,)),
-    "plan": Command("simulate a step of --ranks N: memory, messages, time", trains=True, options=launch.PLAN_OPTIONS),
-    "convert": Command(
-        "write --checkpoint PATH in another format as --output PATH", ("checkpoint", "output"), has_settings=False
-    ),
+    #:: if fact("shards") ::#
+    "estimate": "print the memory that a step needs on each of --ranks N, and whether it fits into --memory GIB",
+    #:: endif ::#
+    #:: if cookiecutter.cluster != "none" ::#
+    "doctor": "check what breaks a first run on several machines",
+    #:: endif ::#
 }
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run one subcommand on this rank; exits with code 2 and one line on stderr if the user has to change something."""
-    try:
-        info = launch.find_process_info()
-        launch.end_with_launcher(info)
-        command, settings, options = launch.parse(argv, COMMANDS)
-        launch.wait_for_debugger(info)
-        if command in ("convert", "plan") and info.rank > 0:  # One process is enough.
-            return
-        if command == "convert":
-            from .checkpoint import convert
-
-            return convert(Path(options["checkpoint"]), Path(options["output"]))
-        config = Config(**settings)
-        if command == "plan":
-            sys.exit(run_plan(config, launch.read_plan_options(options)))
-        check(config, info.world_size, COMMANDS[command].trains)
-        if command == "doctor":
-            sys.exit(run_doctor(config))
-        run(command, config, options)
-    except UserError as error:
-        launch.exit_with_error(str(error))
-
-
-def check(config: Config, world_size: int, trains: bool) -> None:
-    """Reject settings that cannot work on ``world_size`` ranks; ``trains`` is False if the model is only evaluated."""
-    launch.check_values(vars(config), may_be_empty=() if trains else ["run.dir"])
-    config.check()
-    launch.check_layout(config.parallel, config.model, config.train, world_size)
-    if trains:
-        shares = config.parallel.dp_size(world_size)
-        launch.check_batch(config.data.global_batch_size, shares, config.train.microbatches)
-        #:: if cookiecutter.__plays ::#
-        config.control.check_batch(config.data, shares)
+def build_parser(default_files: list[str]) -> ArgumentParser:
+    """Build the parser of all subcommands; it raises an ArgumentError, which is printed as one line."""
+    set_loader("yaml", partial(load_strictly, get_loader("yaml")), exceptions=(yaml.YAMLError,))
+    parser = ArgumentParser(prog=__package__, exit_on_error=False)
+    commands = parser.add_subcommands(required=True, dest="command")
+    for name, text in COMMANDS.items():
+        command = ArgumentParser(exit_on_error=False)
+        if "--output" in text:
+            command.add_argument("--output", required=True, help="The file to write.")
+        else:
+            command.default_config_files = default_files
+            command.add_argument("--config", action="config", help="A YAML file; default: configs/default.yaml.")
+            for section, kind in SECTIONS.items():
+                if section != "checkpoint" or "--checkpoint" not in text:
+                    command.add_class_arguments(kind, section)
+        if "--runs" in text:
+            command.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
+        elif "--checkpoint" in text:  # In a file of settings, there is a section of that name.
+            command.add_argument("--checkpoint", type=str | CheckpointConfig, required=True, help="The checkpoint.")
+        #:: if fact("generates") ::#
+        if "--prompt" in text:
+            command.add_argument("--prompt", type=str, default="", help="The text to continue.")
+            command.add_argument("--length", type=int, default=200, help="Bytes to generate.")
+            command.add_argument("--temperature", type=float, default=0.8, help="0 picks the most likely byte.")
         #:: endif ::#
+        #:: if fact("shards") ::#
+        if "--ranks" in text:
+            command.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
+            command.add_argument("--memory", type=PositiveFloat, help="GiB of a device.")
+        #:: endif ::#
+        commands.add_subcommand(name, command, help=text)
+    return parser
 
 
-def run(command: str, config: Config, options: dict[str, str]) -> None:
-    """Run ``command`` together with all other ranks."""
-    # Only now: PyTorch takes seconds to import, and wrong settings are rejected before that. The import creates some
-    # 400,000 permanent objects; the garbage collector skips them, during the import and in every later collection.
-    gc.disable()
-    #:: if cookiecutter.__generates ::#
-    from .evaluate import evaluate, load_strategy
-    from .reporting import generate
-    #:: else ::#
+def load_strictly(load: Callable[[str], Any], text: str) -> Any:
+    """Load YAML, and reject a key that is given twice, of which only the last would count."""
+    nodes = [yaml.compose(text, yaml.SafeLoader)]
+    for node in nodes:
+        if isinstance(node, yaml.MappingNode):
+            names = [key.value for key, _ in node.value]
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{repeated[0]} is given twice in one section of the YAML; keep one of them")
+            nodes += [value for _, value in node.value]
+    return load(text)
+
+
+def parse(argv: Sequence[str]) -> tuple[str, Config, Namespace]:
+    """Return the subcommand, the settings, and the other options."""
+    names_file = any(word.split("=")[0] == "--config" for word in argv)
+    parser = build_parser([] if names_file else [str(DEFAULT)])
+    parsed = parser.instantiate(parser.parse_args(argv))
+    options = parsed[parsed.command]
+    settings = {name: options[name] for name, kind in SECTIONS.items() if isinstance(options.get(name), kind)}
+    return parsed.command, Config(**settings), options
+
+
+def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
+    """Run a subcommand; ``given`` has the names of the options on the command line."""
+    # Only now: PyTorch takes seconds to import, and wrong settings are reported before that.
+    from .checkpoint import export
+    from .distributed import cleanup, fail, setup
     from .evaluate import evaluate
+    #:: if fact("generates") ::#
+    from .generate import generate
     #:: endif ::#
-    from .runtime import process_group, record_collectives, set_exact_arithmetic
-    from .train import Trainer, train
+    from .logger import plot
+    from .train import Trainer
 
-    gc.freeze()
-    gc.enable()
-    set_exact_arithmetic(config.train.exact)
-    record_collectives(Path(config.run.dir))
-    with process_group(config.distributed, config.parallel.devices_per_rank()) as process:
-        if command == "train":
-            train(config, process)
-        elif command == "benchmark":
-            from .benchmark import benchmark
-            from .model import build_model
+    if name == "export":
+        return export(Path(options.checkpoint), Path(options.output))
+    if name == "plot":
+        return plot(options.runs, options.output)
+    #:: if fact("shards") ::#
+    if name == "estimate":
+        from .estimate import estimate
 
-            builders = partial(Trainer, config, process), partial(build_model, config.model)
-            benchmark(*builders, process, Path(config.run.dir), STARTED, "profile" in options)
-        #:: if cookiecutter.__generates ::#
-        elif command == "generate":
-            _, parallel = load_strategy(options["checkpoint"], config, process)
-            generate(parallel, config.generate, config.model.context, config.run.seed, process.is_main)
+        return estimate(config, options.ranks, options.memory)
+    #:: endif ::#
+    #:: if cookiecutter.cluster != "none" ::#
+    if name == "doctor":
+        from .doctor import doctor
+
+        doctor(config)
+    #:: endif ::#
+    gc.freeze()  # The imports made 400,000 objects that stay; the garbage collector would look at them again and again.
+    process, stopped = setup(config), False
+    try:
+        if name == "train":
+            stopped = Trainer(config, process).run()
+        #:: if fact("generates") ::#
+        elif name == "generate":
+            words = (options.prompt, options.length, options.temperature)
+            generate(options.checkpoint, *words, config, given, process)
         #:: endif ::#
         else:
-            evaluate(options["checkpoint"], config, process)
+            evaluate(options.checkpoint, config, given, process)
+    except Exception as error:
+        fail(error, process)
+    cleanup(stopped)
 
 
-def run_doctor(config: Config) -> int:
-    """Run ``doctor``, which works even if no process group can be formed; returns its exit code."""
-    import torch
-
-    from .doctor import Requirements, examine
-    from .model import build_model
-
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in build_model(config.model).parameters())
-    devices = config.parallel.devices_per_rank()
-    paths = Path(config.run.dir), config.checkpoint, config.distributed
-    return examine(Requirements(*paths, devices, config.data.num_workers, parameters, asdict(config)))
-
-
-def run_plan(config: Config, options: launch.PlanOptions) -> int:
-    """Run ``plan``, which simulates all ranks in this process; returns its exit code."""
-    check(config, options.ranks, trains=True)
-    from . import train
-    from .plan import Project, plan
-
-    return plan(Project(train, config, options), partial(check, trains=True))
-
-
-def preflight(argv: Sequence[str]) -> None:
-    """Reject a command line that cannot work before any rank starts; ``scripts/launch.sh`` calls this first.
-
-    Prints the number of ranks to start on this machine, and the seconds within which all ranks have to arrive.
-    """
-    command, settings, options = launch.parse(argv, COMMANDS)
+def main(argv: Sequence[str]) -> None:
+    """Check the settings, and run one subcommand on this rank; ``--preflight`` only checks."""
+    words = [word for word in argv if word != "--preflight"]
     try:
-        if "checkpoint" in options and not Path(options["checkpoint"]).exists():
-            raise UserError(f"--checkpoint is {options['checkpoint']}: no such file")
-        if command in ("convert", "plan"):
-            launch.check_debugger(world_size=1)
-            print(1, 60)
-            return
-        config = Config(**settings)
-        nproc = launch.count_ranks(config.parallel, config.distributed.device)
-        world_size = nproc * launch.read_nodes().count
-        launch.check_debugger(world_size)
-        check(config, world_size, COMMANDS[command].trains)
-        if command != "doctor":  # It reports these itself, with everything else.
-            # PyTorch takes seconds to import; count_ranks has done it if it counted the accelerators of this machine.
-            if "torch" in sys.modules or config.distributed.backend in ("nccl", "mpi"):
-                from .runtime import check_devices
+        name, config, options = parse(words)
+        if "--checkpoint" in COMMANDS[name] and not Path(str(options.checkpoint)).exists():
+            raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")
+        #:: if fact("shards") ::#
+        if name == "estimate":
+            config.check(options.ranks, trains=True)
+            return run(name, config, options, given=set())
+        #:: endif ::#
+        if "--output" not in COMMANDS[name]:
+            config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
+        if len(words) == len(argv):
+            run(name, config, options, given={word.split("=")[0].removeprefix("--") for word in words})
+        #:: if cookiecutter.cluster != "none" ::#
+        elif name == "doctor":
+            from .doctor import meet
 
-                check_devices(config.distributed, config.parallel.devices_per_rank(), world_size, nproc)
-            launch.check_port(config.distributed.init_method)
-        if command == "train":
-            run_dir, resume = Path(config.run.dir), config.checkpoint.resume
-            candidates = launch.find_resume_candidates(run_dir, resume, launch.is_restart())
-            weights = config.model.weights
-            if weights is not None and not candidates and not Path(weights).exists():
-                raise UserError(f"model.weights is {weights}: no such file")
-    except UserError as error:
-        launch.exit_with_error(str(error))
-    print(nproc, math.ceil(config.distributed.startup_timeout_seconds))
+            sys.exit(meet())
+        #:: endif ::#
+    except (UserError, ArgumentError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--preflight"]:
-        preflight(sys.argv[2:])
-    else:
-        launch.run_and_exit(main, sys.argv[1:])
+    main(sys.argv[1:])

@@ -1,23 +1,17 @@
-"""Settings: typed dataclasses with one docstring per field, which ``--help`` shows.
+"""Settings: typed dataclasses with one docstring per field, which ``--help`` shows. Imports no PyTorch."""
 
-This module imports neither PyTorch nor the rest of the package: wrong settings are reported before any process starts.
-"""
-
-#:: include "task/" ~ cookiecutter.task ~ "/config_imports.py" ignore missing ::#
-from dataclasses import dataclass, field
-from typing import Literal, get_type_hints
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
 
 from jsonargparse import set_parsing_settings
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 class UserError(Exception):
-    """Something that the user has to change: one line that states the problem and what would work.
-
-    A function that "rejects" something raises it. It ends the process with exit code 2, before anything is lost.
-    """
+    """Something that the user has to change: one line that names the problem and what would work."""
 
 
 @dataclass
@@ -25,32 +19,21 @@ class RunConfig:
     """Where the run writes, and what makes it reproducible."""
 
     dir: str = "runs/default"
-    """Directory for everything that the run writes; created if missing. If you set it for evaluate, the record is also
-    appended to metrics.jsonl there; otherwise it is only printed."""
-    seed: NonNegativeInt = 0
-    #:: if cookiecutter.__plays ::#
-    """Seed of the initial weights, of every episode and of the actions in it, and of the order of the samples."""
-    #:: else ::#
+    """Directory for everything that the run writes; created if missing. The same command resumes the run there."""
+    seed: int = 0
     """Seed of the initial weights, the order of the data and its augmentation."""
-    #:: endif ::#
 
 
 @dataclass
 class DataConfig:
-    """How samples are grouped into batches, whatever they contain."""
+    """How samples are grouped into batches."""
 
-    #:: if cookiecutter.task == "digits" ::#
-    global_batch_size: PositiveInt = 64
-    #:: elif cookiecutter.__plays ::#
-    global_batch_size: PositiveInt = 256
-    #:: else ::#
-    global_batch_size: PositiveInt = 32
-    #:: endif ::#
+    global_batch_size: int = 64
     """Samples per optimizer step, over all ranks together."""
-    eval_batch_size: PositiveInt = 256
-    """At most this many samples per forward pass of evaluation, on each rank."""
-    num_workers: NonNegativeInt = 0
-    """Loader processes per rank, which training and evaluation share; 0 loads in the rank's own process."""
+    eval_batch_size: int = 256
+    """Samples per forward pass of evaluation, on each rank."""
+    num_workers: int = 0
+    """Loader processes per rank; 0 loads in the rank's own process."""
 
 
 #:: include "task/" ~ cookiecutter.task ~ "/config.py" ::#
@@ -63,137 +46,75 @@ class DataConfig:
 class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
-    #:: if cookiecutter.__plays ::#
-    lr: PositiveFloat = 1e-3
-    #:: else ::#
-    lr: PositiveFloat = 4e-3
-    #:: endif ::#
+    lr: float = 1e-3
     """Peak learning rate."""
-    min_lr_ratio: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay, as a fraction of the peak."""
-    warmup_steps: NonNegativeInt = 40
+    min_lr_ratio: float = 0.0
+    """Learning rate of the last step of ``train.epochs``, as a fraction of the peak."""
+    warmup_steps: int = 0
     """Steps over which the learning rate rises from zero to its peak."""
-    decay_steps: PositiveInt | None = None
-    """Step at which the decay ends; null is the last step of ``train.epochs``."""
-    #:: if cookiecutter.__plays ::#
-    weight_decay: NonNegativeFloat = 0.0
-    #:: else ::#
-    weight_decay: NonNegativeFloat = 0.05
-    #:: endif ::#
+    weight_decay: float = 0.0
     """Decoupled weight decay of matrices and kernels; biases and normalization weights have none."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     """Decay rates of AdamW's first and second moments."""
-    #:: if cookiecutter.task == "digits" ::#
-    eps: PositiveFloat = 1e-8
+    eps: float = 1e-8
     """Term that AdamW adds to the denominator."""
-    #:: elif cookiecutter.__plays ::#
-    eps: PositiveFloat = 1e-4
-    """Term that AdamW adds to the denominator. Many passes over the same experience leave gradients that are small sums
-    of large terms; without it, full steps of their rounding errors would soon lead to another action under another
-    split."""
-    #:: else ::#
-    eps: PositiveFloat = 1e-6
-    """Term that AdamW adds to the denominator: gradients far below it, which may be only rounding errors, cause no
-    full steps."""
-    #:: endif ::#
 
 
 @dataclass
 class TrainConfig:
     """The training loop."""
 
-    #:: if cookiecutter.task == "digits" ::#
-    epochs: PositiveInt = 20
-    #:: elif cookiecutter.__plays ::#
-    epochs: PositiveInt = 4000
-    #:: else ::#
-    epochs: PositiveInt = 1
-    #:: endif ::#
-    #:: if cookiecutter.__plays ::#
-    """Passes over experience, control.passes of them over the same."""
-    #:: else ::#
+    epochs: int = 1
     """Passes over the training set."""
-    #:: endif ::#
-    max_steps: PositiveInt | None = None
+    max_steps: int | None = None
     """Stop after this many optimizer steps; the schedule keeps its length, so a later run can resume from there."""
-    #:: if cookiecutter.__has_stages ::#
-    microbatches: PositiveInt = 8
-    """Micro-batches per pipeline and step, which pass through the stages one after another: the more there are, the
-    less the stages wait for each other."""
-    #:: else ::#
-    microbatches: PositiveInt = 1
-    """Micro-batches that a rank splits its share of the batch into, to save memory; the result stays the same."""
-    #:: endif ::#
+    microbatches: int = 1
+    """Micro-batches that a rank splits its local batch into, to save memory; the result stays the same."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of forward and backward; weights stay in fp32, and fp16 scales its loss."""
+    """Precision of forward and backward; weights stay in fp32, and fp16 scales the loss."""
     exact: bool = True
-    """On GPUs: compute in full fp32 instead of TF32, and with deterministic algorithms, attention included. Turn it off
-    for speed, or for an operation that has none, if results may change in their last digits."""
+    """On GPUs: full fp32 instead of TF32, and deterministic algorithms where there are any. Turn it off for speed."""
     compile: bool = False
     """Compile each block of the model with torch.compile."""
     activation_checkpointing: bool = False
     """Keep only the input of each block for backward and recompute the rest: less memory, a third more computation."""
-    memory_snapshot: bool = False
-    """On CUDA GPUs: record what allocates memory, and write that to run.dir/memory-rank*.pickle if it runs out."""
-    clip_grad_norm: PositiveFloat | None = 1.0
+    allow_unused: bool = False
+    """Accept parameters that the loss does not depend on, which are an error otherwise."""
+    clip_grad_norm: float | None = None
     """Maximum norm of the whole gradient; null turns clipping off."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or a gradient that is inf or NaN does: it never reaches the weights. stop: the run ends by the next
-    log line, which names step, rank and where it can the samples or the module. skip: it goes on without the step."""
-    check_replicas_every: PositiveInt | None = None
-    """Steps between two checks that ranks hold the same where they should, such as copies of the weights; null checks
-    never. It reads all weights and the optimizer's state."""
-    log_every: PositiveInt = 10
-    """Steps between two metrics records; the loop waits for the device only then."""
-    #:: if cookiecutter.task == "digits" ::#
-    eval_every: PositiveInt | None = 110
-    #:: elif cookiecutter.__plays ::#
-    eval_every: PositiveInt | None = 400
-    #:: else ::#
-    eval_every: PositiveInt | None = 475
-    #:: endif ::#
-    """Steps between two evaluations; null evaluates only at the end."""
+    log_every: int = 10
+    """Steps between two records; the loop waits for the device only then."""
+    eval_every: int | None = None
+    """Steps between two evaluations, each after a checkpoint of that step; null evaluates only at the end."""
+    profile: bool = False
+    """Write each rank's trace of steps 11 to 15 of this start to run.dir, for https://ui.perfetto.dev."""
 
 
 @dataclass
 class CheckpointConfig:
     """What a run saves, and what it resumes from."""
 
-    format: Literal["full", "sharded"] = "full"
-    """full: one file, which rank 0 assembles and writes. sharded: a folder, for models too large for that; each rank
-    writes what it holds while training continues. A run resumes from either; convert turns one into the other."""
-    #:: if cookiecutter.task == "digits" ::#
-    every_steps: PositiveInt | None = 110
-    #:: elif cookiecutter.__plays ::#
-    every_steps: PositiveInt | None = 400
-    #:: else ::#
-    every_steps: PositiveInt | None = 475
-    #:: endif ::#
-    """Steps between two checkpoints; null saves only at the end and when the model is the best so far."""
-    keep: PositiveInt = 2
+    every_steps: int | None = None
+    """Steps between two checkpoints; null saves only before an evaluation."""
+    keep: int = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
-    timeout_seconds: PositiveFloat = 3600.0
-    """Longest wait of the other ranks while one writes a checkpoint."""
     resume: str = "auto"
-    """auto: resume if run.dir holds a checkpoint. never: reject a run.dir with one. Or the path of a checkpoint."""
+    """auto: resume if run.dir holds a checkpoint. never: reject such a run.dir. Or a checkpoint to start from."""
+    #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/format.py" ignore missing ::#
 
 
 @dataclass
 class DistributedConfig:
     """The process group."""
 
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """Communication backend; auto is the device's default (NCCL on NVIDIA GPUs, gloo on CPUs)."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: an accelerator for each process if the machine has any, else the CPU."""
+    """auto: an accelerator for each rank if the machine has any, else the CPU."""
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """Communication backend; auto is PyTorch's default for the device: NCCL on NVIDIA GPUs, gloo on CPUs."""
     init_method: str = "env://"
-    """Rendezvous of the ranks: env:// (set by the launcher), tcp://host:port or file:///path."""
-    timeout_seconds: PositiveFloat = 120.0
-    """Longest wait for other ranks from the second step on, after which the run ends with an error."""
-    startup_timeout_seconds: PositiveFloat = 1800.0
-    """The same until the first step is done, while ranks load data, compile and warm up."""
-    agree_seconds: NonNegativeFloat = 0.5
-    """Time between two messages by which ranks learn that one of them is to stop; at most one is sent for a step."""
+    """Rendezvous of the ranks: env:// (the launcher's variables), tcp://HOST:PORT or file:///PATH."""
+    timeout_seconds: float = 600.0
+    """Longest wait for other ranks, after which the run ends with an error."""
 
 
 @dataclass
@@ -202,37 +123,46 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    #:: if cookiecutter.__plays ::#
-    control: ControlConfig = field(default_factory=ControlConfig)
-    #:: else ::#
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    #:: endif ::#
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    #:: if cookiecutter.__generates ::#
-    generate: GenerateConfig = field(default_factory=GenerateConfig)
-    #:: endif ::#
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
-    def check(self) -> None:
-        """Reject values that have the right type but cannot work."""
+    def files(self) -> dict[str, str]:
+        """Return the values of settings that are files, by name: those with ``metadata={"file": True}``."""
+        return {
+            f"{section}.{setting.name}": path
+            for section, settings in vars(self).items()
+            for setting in fields(settings)
+            if "file" in setting.metadata and (path := getattr(settings, setting.name)) is not None
+        }
+
+    def check(self, world_size: int, trains: bool) -> None:
+        """Reject values that cannot work; numbers are positive, or zero where that is the default."""
+        for section, settings in vars(self).items():
+            for name, value in vars(settings).items():
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                is_zero_by_default = value == 0 and getattr(type(settings), name) == 0
+                if value == "" or (is_number and not (0 < value < math.inf or is_zero_by_default)):
+                    raise UserError(f"{section}.{name} is {value!r}; give a positive number, or a text")
+        for name, path in {**self.files(), "checkpoint.resume": self.checkpoint.resume}.items():
+            if path not in ("auto", "never") and not Path(path).exists() and (trains or name != "model.weights"):
+                raise UserError(f"{name} is {path}: no such file")
         if self.run.seed >= 2**32:
             raise UserError(f"run.seed is {self.run.seed}; give a number below 2**32")
-        if not all(0 <= beta < 1 for beta in self.optim.betas):
-            raise UserError(f"optim.betas is {list(self.optim.betas)}; give two numbers from 0 to below 1")
-        if self.model.weights is not None and self.checkpoint.resume not in ("auto", "never"):
-            raise UserError("model.weights starts a new run and checkpoint.resume continues one; give one of them")
-        #:: if cookiecutter.__plays ::#
-        self.control.check()
-        #:: else ::#
+        if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
+            raise UserError(f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1")
         self.dataset.check()
-        #:: endif ::#
         self.model.check()
-
-
-def sections() -> dict[str, type]:
-    """Return the class of each section of ``Config``, by name."""
-    return get_type_hints(Config)
+        self.parallel.check(self, world_size)
+        batch, dp_size = self.data.global_batch_size, self.parallel.dp_size(world_size)
+        unit = dp_size * self.train.microbatches
+        if trains and batch % unit:
+            fits = sorted({max(1, batch // unit) * unit, -(-batch // unit) * unit})
+            raise UserError(
+                f"data.global_batch_size is {batch}, which does not divide into {dp_size} local batch(es) of "
+                f"{self.train.microbatches} micro-batch(es); {' or '.join(map(str, fits))} would"
+            )

@@ -1,79 +1,115 @@
 """Exact evaluation: every sample counts once, for any number of ranks."""
 
-#:: if cookiecutter.__plays ::#
-from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-from gymnasium.vector import SyncVectorEnv
-
-from . import dataset
-from .checkpoint import damage_on_any_rank, load_model, read_on_main, saved_section
-from .config import Config, DataConfig
-from .launch import check_layout, make_environment, take_environment
-from .model import build_model
-from .parallel import Parallel
-from .reporting import Film, append_record, collect_examples, write_examples
-from .runtime import Context, Process, all_gather_object, on_main
-from .splitting import STEPS_PER_MESSAGE, Metrics, Policy, derive_seed, merge, to_tensor, to_valid
-from .strategy import Strategy
-#:: else ::#
-from contextlib import nullcontext
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch import Tensor, nn
 
-from . import dataset
-from .checkpoint import load_model, read_on_main, saved_section
-from .config import Config, DataConfig, UserError
-from .data import EvalSampler
-from .launch import check_layout
-from .model import build_model
+from .checkpoint import read, read_on_main
+from .config import Config, UserError
+from .dataset import build_datasets
+from .distributed import Process, seed_everything
+from .loader import EvalSampler, build_loader, to_device
 from .parallel import Parallel
-from .reporting import append_record, collect_examples, write_examples
-from .runtime import Context, Process, all_gather_object, on_main
-from .splitting import Metrics, build_loader, concatenate, merge, seed_dataset, to_device, unpack
-from .strategy import Strategy
-#:: endif ::#
+from .task import Task
 
 
-#:: include cookiecutter.__loop_of_task ~ "/evaluator.py" ::#
+def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, Any, Any]:
+    """Build the task, the model, the training set and the test set, from the seed."""
+    seed_everything(config.run.seed)
+    train_set, test_set = build_datasets(config)
+    lengths = process.all_gather((len(train_set), len(test_set)))
+    if len(set(lengths)) > 1:
+        raise UserError(f"the ranks' datasets have different lengths, {lengths}; give each machine the same files")
+    task = Task(config, process.device)
+    for module in vars(task).values():
+        if isinstance(module, nn.Module):  # Such as a teacher, which is not trained.
+            module.to(process.device).eval().requires_grad_(False)
+    seed_everything(config.run.seed)  # What was drawn so far does not change the model's initial values.
+    return task, Parallel(task, config, process), train_set, test_set
 
 
-def evaluate(path: str, config: Config, process: Process) -> None:
-    """Evaluate the checkpoint at ``path`` on the test set, print its metrics, and show examples in ``run.dir``."""
-    header, parallel = load_strategy(path, config, process)
-    record = {"event": "eval", "step": header["progress"]["step"], "split": "test"}
-    #:: if cookiecutter.__plays ::#
-    take_environment(path, saved_section(header["config"], "control"), config.control)
-    with damage_on_any_rank(Path(path)):
-        record["environment_steps"] = header["experience"]["environment_steps"]
+class Evaluator:
+    """Evaluates a model on a dataset each time it is called; a collective."""
+
+    def __init__(self, task: Task, parallel: Parallel, test_set: Any, config: Config) -> None:
+        self.task, self.parallel, self.length = task, parallel, len(test_set)
+        self.sampler = EvalSampler(self.length, parallel.dp_rank, parallel.dp_size)
+        size, device = config.data.eval_batch_size, parallel.device
+        self.loader = build_loader(test_set, self.sampler, size, config.data, device, config.run.seed)
+
+    def __call__(self, process: Process) -> dict[str, Any]:
+        """Return ``num_samples`` and what ``Task.aggregate`` makes of all samples, the same on every rank."""
+        self.parallel.average_buffers()
+        self.parallel.module.eval()
+        parts = process.all_gather(self.measure())
+        self.parallel.module.train()
+        return process.on_main(lambda: {"num_samples": self.length, **self.aggregate(parts)})
+
+    #:: if fact("loop") ::#
+    #:: include fact("loop") ~ "/measure.py" ::#
+    #:: else ::#
+    @torch.no_grad()
+    def measure(self) -> dict[str, np.ndarray]:
+        """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
+        collected: dict[str, list[Tensor]] = {}
+        for batch in self.loader:
+            inputs, targets = self.task.prepare(*to_device(batch, self.parallel.device))
+            outputs = self.parallel.predict(inputs)
+            if outputs is not None:
+                for name, values in self.task.metrics(outputs, targets).items():
+                    # A copy: targets are in memory shared with a loader process, a file descriptor for each tensor.
+                    collected.setdefault(name, []).append(values.detach().clone())
+        count = self.sampler.count if collected else 0
+        metrics = {name: torch.cat(values)[:count].cpu().numpy() for name, values in collected.items()}
+        return {"index": np.array(self.sampler.indices[:count], dtype=np.int64)} | metrics
     #:: endif ::#
-    _, test_set = dataset.build_datasets(config)
-    evaluator = Evaluator(test_set, parallel, config.data, config.run.seed)
-    record |= evaluator()
-    on_main(lambda: append_record(record, config.run.dir))
-    examples = collect_examples(dataset, evaluator) if config.run.dir else {}
-    if process.is_main:
-        write_examples(Path(config.run.dir), examples)
+
+    def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split."""
+        parts = [part for part in parts if len(part["index"])]
+        index = np.concatenate([part["index"] for part in parts])
+        order = np.argsort(index)
+        if not np.array_equal(index[order], np.arange(self.length)):
+            raise UserError(f"{len(set(index.tolist()))} of {self.length} samples were evaluated, {len(index)} in all")
+        merged = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
+        metrics = self.task.aggregate(merged)
+        if taken := {"event", "step", "split", "num_samples"} & metrics.keys():
+            raise UserError(f"Task.aggregate returns {taken}, names of other parts of a record; rename them")
+        try:  # Numbers of NumPy and PyTorch become built-in ones, and those that are not finite null.
+            text = json.dumps(metrics, default=lambda value: value.tolist())
+        except (AttributeError, ValueError) as error:
+            raise UserError(f"Task.aggregate returns what is no number, text or list of them: {error}") from None
+        return dict(json.loads(text, parse_constant=lambda _: None))
 
 
-def load_strategy(path: str, config: Config, process: Process) -> tuple[dict[str, Any], Strategy]:
-    """Load the checkpoint at ``path``; returns its header, and its model under this project's strategy. A collective.
+def load_experiment(path: str, config: Config, given: set[str], process: Process) -> tuple[Task, Parallel, Any, int]:
+    """Return the task, the model and the test set of a checkpoint, and its step.
 
-    The model is the one that was saved: the checkpoint's ``model`` settings replace those of ``config``. Rejects what
-    is not a checkpoint of this project, or does not fit.
+    The settings of model and dataset are those of the checkpoint, except those that are ``given`` on the command line.
     """
-    header, state = read_on_main(Path(path))
-    config.model = saved_section(header["config"], "model")
-    config.model.check()
-    check_layout(config.parallel, config.model, config.train, process.world_size)
-    parallel = Parallel(lambda: build_model(config.model), dataset.loss_fn, config, process)
-    load_model(Path(path), header, state, parallel.module, parallel.device)
-    return header, parallel
+    content, header = read_on_main(lambda: read(Path(path)), process)
+    if "config" not in header:
+        raise UserError(f"{path} is no checkpoint of a run: it has no settings")
+    for section in ("model", "dataset"):
+        settings, saved = getattr(config, section), header["config"][section]
+        for name in vars(settings).keys() & saved.keys():
+            if f"{section}.{name}" not in given:
+                setattr(settings, name, saved[name])
+            elif process.rank == 0 and getattr(settings, name) != saved[name]:
+                print(f"{section}.{name}: {getattr(settings, name)} instead of {saved[name]}", file=sys.stderr)
+    task, parallel, _, test_set = build_experiment(config, process)
+    parallel.load_full_state_dict(content.get("model", {}))
+    return task, parallel, test_set, header["progress"]["step"]
+
+
+def evaluate(path: str, config: Config, given: set[str], process: Process) -> None:
+    """Evaluate a checkpoint on the test set, and print its metrics as one line of JSON."""
+    task, parallel, test_set, step = load_experiment(path, config, given, process)
+    metrics = Evaluator(task, parallel, test_set, config)(process)
+    if process.rank == 0:
+        print(json.dumps({"event": "eval", "step": step, "split": "test", **metrics}))

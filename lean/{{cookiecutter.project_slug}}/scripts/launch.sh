@@ -1,1 +1,0 @@
-#:: include "launcher/" ~ cookiecutter.launcher ~ "/launch.sh" ::#

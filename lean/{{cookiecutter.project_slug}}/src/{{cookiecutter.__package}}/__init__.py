@@ -1,1 +1,0 @@
-"""{{ cookiecutter.description | quoted }}"""

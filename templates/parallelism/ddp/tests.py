@@ -1,4 +1,0 @@
-# Number of ranks and settings: splits that have to give the result of one process. The last one saves in shards.
-SPLITS = [(2, []), (4, [*SHARDED, "--train.microbatches", "2"])]
-# The number of ranks for tests of something else.
-RANKS = 2

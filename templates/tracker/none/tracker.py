@@ -1,1 +1,0 @@
-#:: extends "tracker/shared/tracker.py" ::#

@@ -1,1 +1,0 @@
-#:: include "parallelism/" ~ cookiecutter.parallelism ~ "/plan.py" ::#

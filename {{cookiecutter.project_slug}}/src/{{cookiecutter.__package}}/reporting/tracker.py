@@ -1,1 +1,0 @@
-#:: include "tracker/" ~ cookiecutter.tracker ~ "/tracker.py" ::#
