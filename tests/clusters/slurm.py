@@ -1,0 +1,126 @@
+"""A real Slurm with two nodes on this machine: its own daemons, with all their files in one folder."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from conftest import find_processes, run, started, wait_until
+
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # The daemons are in sbin, which is not on every user's path.
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+# As on a cluster, a node's name is an address at which other nodes reach it: all of 127/8 is this machine. Empty files
+# represent its GPUs, so that jobs can request them. A requeued job waits for cred_expire seconds.
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+SwitchType=switch/none
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=2
+FirstJobId={first_job}
+SlurmdParameters=config_overrides
+GresTypes=gpu
+NodeName=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=32 Gres=gpu:8
+NodeName=127.0.0.2 NodeHostname={host} Port={ports[2]} CPUs=32 Gres=gpu:8
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE
+"""
+
+
+@dataclass
+class Slurm:
+    """A running Slurm; its commands find it by the variables of ``environment``."""
+
+    environment: dict[str, str]
+
+    def command(self, *words: str | Path, cwd: Path = Path("/"), **environment: str) -> str:
+        """Run one of Slurm's commands, and return its output."""
+        return run(*words, cwd=cwd, **self.environment, **environment).stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """Return the fields that scontrol prints for a job: JobState, ExitCode, Restarts, ..."""
+        return dict(re.findall(r"(\w+)=(\S+)", self.command("scontrol", "show", "job", number)))
+
+    def wait(self, number: str) -> tuple[str, str, str]:
+        """Wait until a job has ended; returns its state, its exit code, and how often it was requeued."""
+        wait_until(lambda: self.job(number)["JobState"] in ENDED, f"job {number} has ended", 300)
+        job = self.job(number)
+        return job["JobState"], job["ExitCode"], job["Restarts"]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that no program listens at."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def write_files(folder: Path) -> dict[str, str]:
+    """Write the configuration; returns the variables with which daemons and commands find it."""
+    folder.chmod(0o711)  # munged refuses to listen in a folder that other users cannot enter.
+    (folder / "state").mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    # A job's rendezvous port depends on its number, which should differ from those of another Slurm on this machine.
+    settings = {"folder": folder, "ports": free_ports(3), "first_job": os.getpid()}
+    host = socket.gethostname().split(".")[0]
+    (folder / "slurm.conf").write_text(CONFIG.format(user=getpass.getuser(), host=host, **settings))
+    # Do without control groups, which a container may lack; Slurm has a setting for that since 23.02.
+    version = subprocess.check_output(["slurmctld", "-V"], env=os.environ | {"PATH": PATH}, text=True)
+    old = [int(part) for part in re.findall(r"\d+", version)] < [23, 2]
+    disabled = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}\n" if old else "CgroupPlugin=disabled\n"
+    (folder / "cgroup.conf").write_text(disabled)
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+    for number in range(8):
+        (folder / f"gpu{number}").touch()
+    return {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+
+
+@contextmanager
+def start_slurm() -> Iterator[Slurm]:
+    """Start the daemons; at the end of the ``with`` block, kill them and what is left of their jobs."""
+    # Not in pytest's folder, whose path is too long: the path of a socket has at most 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix=f"slurm-{uuid4().hex[:4]}-"))
+    environment = write_files(folder)
+    munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
+    daemons = [["munged", "--foreground", f"--socket={folder}/munge.socket", *munge], ["slurmctld", "-D", "-i"]]
+    daemons += [["slurmd", "-D", "-N", node] for node in ("127.0.0.1", "127.0.0.2")]
+    slurm = Slurm(environment)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        for words in daemons:
+            script = f"exec {shlex.join(words)} >>{folder}/log 2>&1"
+            stack.enter_context(started("sh", "-c", script, cwd=folder, **environment))
+            wait_until((folder / "munge.socket").exists, "munged listens", 60)
+        try:
+            sinfo = ("sh", "-c", "sinfo --noheader --format='%D %t' || true")
+            wait_until(lambda: slurm.command(*sinfo) == "2 idle", f"both nodes are up, see {folder}/log", 120)
+            yield slurm
+        finally:
+            for pid in find_processes(f"SLURM_CONF={environment['SLURM_CONF']}"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)

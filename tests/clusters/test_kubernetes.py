@@ -1,0 +1,48 @@
+"""job.yaml is valid and its names are, for any answers; and it tells exit codes apart as the launcher gives them."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from conftest import Bake, launch, started, wait_until
+from slurm import free_ports
+from training import TRAIN, losses
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+def read(project: Path) -> list[dict[str, Any]]:
+    """Return the documents of job.yaml; the job is the last."""
+    return [*yaml.safe_load_all((project / "scripts" / "job.yaml").read_text())]
+
+
+@pytest.mark.parametrize("slug", ["My_Experiment", "null", "a-very-long-name-for-an-experiment-with-33_3-words-in-it"])
+@pytest.mark.parametrize("parallelism", ["ddp", "data_parallel"])
+def test_documents_are_valid(bake: Bake, slug: str, parallelism: str) -> None:
+    for document in read(bake(cluster="kubernetes", project_slug=slug, parallelism=parallelism)):
+        for version in ("1.29", kubernetes_validate.latest_version()):  # The oldest that job.yaml supports.
+            kubernetes_validate.validate(document, version, strict=True)  # No unknown field, and none of another type.
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", document["metadata"]["name"] + "-99999")  # RFC 1035
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+def test_pods_that_stop_are_replaced_and_a_mistake_ends_the_job(baked: Bake, tmp_path: Path, launcher: str) -> None:
+    project = baked(cluster="kubernetes", launcher=launcher)
+    rules = read(project)[-1]["spec"]["podFailurePolicy"]["rules"]
+    actions = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
+    assert actions == {143: "Ignore", 2: "FailJob"}
+    launch(project, *TRAIN, "--data.global_batch_size", "33", code=2)
+    pod = {"NODES": "2", "NPROC": "1", "HEAD": "127.0.0.1", "PORT": str(free_ports(1)[0])}
+    words = (project / "scripts" / "launch.sh", *TRAIN, "--run.dir", tmp_path)
+    with ExitStack() as stack:
+        pods = [stack.enter_context(started(*words, cwd=project, NODE_RANK=rank, **pod)) for rank in ("0", "1")]
+        wait_until(lambda: losses(tmp_path), "the run has started")
+        pods[1].terminate()
+        outputs = [pod.communicate(timeout=200) for pod in pods]
+    assert [pod.returncode for pod in pods] == [143, 143], outputs

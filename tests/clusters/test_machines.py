@@ -1,0 +1,88 @@
+"""Two machines train as one process does, stop together, and resume after a signal, a cut link or a killed rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Bake, find_processes, launch, started, wait_until
+from machines import Machines, needs_root, two_machines
+from training import SHORT, STEPS, TRAIN, check_first_losses, losses
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    """Two connected machines."""
+    with two_machines() as created:
+        yield created
+
+
+@pytest.fixture(scope="module")
+def whole(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    launch(baked(), *TRAIN, "--run.dir", folder)
+    return folder
+
+
+@needs_root
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+def test_two_machines_have_the_losses_of_one_process(
+    baked: Bake, machines: Machines, tmp_path: Path, launcher: str
+) -> None:
+    project = baked(launcher=launcher)
+    with machines.start(project, *SHORT, "--run.dir", tmp_path / "run") as launchers:
+        assert "on 2 rank(s)" in machines.wait(launchers, code=0)[0]
+    check_first_losses(project, tmp_path / "run", tmp_path / "alone")
+
+
+def resume(machines: Machines, project: Path, words: list[str], whole: Path, folder: Path) -> int:
+    """Resume a run to its end, check its losses, and return the step that it resumed from."""
+    with machines.start(project, *words, "--run.dir", folder) as launchers:
+        output = machines.wait(launchers, code=0)[0]
+    assert losses(folder) == losses(whole)
+    found = re.search(rf"step (\d+) of {STEPS} on 2 rank", output)
+    assert found is not None, output
+    return int(found[1])
+
+
+@needs_root
+def test_a_signal_to_one_launcher_stops_both_machines(
+    baked: Bake, machines: Machines, whole: Path, tmp_path: Path
+) -> None:
+    with machines.start(baked(), *TRAIN, "--run.dir", tmp_path) as launchers:
+        wait_until(lambda: len(losses(tmp_path)) > 10, "the run has started", 240)
+        launchers[1].terminate()
+        machines.wait(launchers, code=143)
+    stopped = len(losses(tmp_path))
+    assert 10 < stopped < STEPS and resume(machines, baked(), TRAIN, whole, tmp_path) == stopped
+
+
+@needs_root
+def test_a_cut_link_ends_both_machines(baked: Bake, machines: Machines, whole: Path, tmp_path: Path) -> None:
+    words = [*TRAIN, "--distributed.timeout_seconds", "5"]
+    with machines.start(baked(), *words, "--run.dir", tmp_path) as launchers:
+        wait_until(lambda: len(losses(tmp_path)) > 11, "the run has started", 240)
+        machines.ip(0, "link set wire down")
+        for output in machines.wait(launchers, code=1):
+            assert re.search(r"error: rank [01] waited in vain: (rank [01] failed|no report from rank)", output), output
+    machines.ip(0, "link set wire up")
+    assert 10 <= resume(machines, baked(), words, whole, tmp_path) < STEPS
+
+
+def test_torchrun_restarts_the_ranks_when_one_is_killed(baked: Bake, whole: Path, tmp_path: Path) -> None:
+    words = (baked() / "scripts" / "launch.sh", *TRAIN, "--run.dir", tmp_path)
+    with started(*words, cwd=baked(), NPROC="2", MAX_RESTARTS="1") as launcher:
+        wait_until(lambda: len(losses(tmp_path)) > 11, "the run has started", 240)
+        (rank,) = {*find_processes("LOCAL_RANK=1")} & {*find_processes(f"TORCHELASTIC_RUN_ID={'none'}")}
+        os.kill(rank, signal.SIGKILL)
+        output = "".join(launcher.communicate(timeout=200))
+        assert launcher.returncode == 0, output
+    assert re.findall(rf"step (\d+) of {STEPS} on 2 rank", output)[0] == "0" and losses(tmp_path) == losses(whole)
+    assert int(re.findall(rf"step (\d+) of {STEPS} on 2 rank", output)[1]) >= 10

@@ -1,0 +1,75 @@
+"""Under a real Slurm with two nodes, a job trains, is stopped, is requeued and resumes; srun starts ranks by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Bake, wait_until
+from slurm import Slurm, start_slurm
+from training import SHORT, STEPS, TRAIN, check_first_losses, losses
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    """A running Slurm with two nodes."""
+    with start_slurm() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def project(baked: Bake) -> Path:
+    """The rendered project, which also contains the logs and runs."""
+    return baked(cluster="slurm")
+
+
+def submit(slurm: Slurm, project: Path, *words: str) -> str:
+    """Submit the shipped script, with one rank per node on the CPU; returns the number of the job."""
+    return slurm.command("sbatch", "--parsable", "scripts/train.sbatch", *words, cwd=project, NPROC="1")
+
+
+def log_of(project: Path, job: str) -> str:
+    """Return the output of a job."""
+    return (project / f"slurm-my-experiment-{job}.out").read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(slurm: Slurm, project: Path) -> Path:
+    """The run of a job that nothing interrupts, on both nodes."""
+    job = submit(slurm, project, *TRAIN, "--run.dir", "runs/whole")
+    assert slurm.wait(job) == ("COMPLETED", "0:0", "0"), log_of(project, job)
+    assert f"step 0 of {STEPS} on 2 rank(s)" in log_of(project, job)
+    return project / "runs" / "whole"
+
+
+def test_two_nodes_have_the_losses_of_one_process(project: Path, whole: Path, tmp_path: Path) -> None:
+    check_first_losses(project, whole, tmp_path)
+
+
+def test_a_signalled_job_saves_is_requeued_and_resumes(slurm: Slurm, project: Path, whole: Path) -> None:
+    job, folder = submit(slurm, project, *TRAIN, "--run.dir", "runs/stopped"), project / "runs" / "stopped"
+    wait_until(lambda: len(losses(folder)) > 5, "the run has started", 240)
+    slurm.command("scancel", "--signal=USR1", job)  # As Slurm does before the time limit: to the job's steps.
+    ended = slurm.wait(job)
+    log = log_of(project, job)
+    assert ended == ("COMPLETED", "0:0", "1"), log
+    stopped = re.search(r"stopped after step (\d+)", log)
+    assert stopped is not None and 5 < int(stopped[1]) < STEPS, log
+    assert f"step {stopped[1]} of {STEPS} on 2 rank(s)" in log.split("start 2,")[1]
+    assert losses(folder) == losses(whole)
+
+
+def test_a_mistake_fails_the_job_which_is_not_requeued(slurm: Slurm, project: Path) -> None:
+    job = submit(slurm, project, *TRAIN, "--data.global_batch_size", "33", "--run.dir", "runs/failed")
+    assert slurm.wait(job) == ("FAILED", "2:0", "0")
+    assert "error: data.global_batch_size is 33" in log_of(project, job)
+
+
+def test_srun_starts_ranks_on_two_nodes(slurm: Slurm, project: Path, whole: Path) -> None:
+    words = ("srun", "--nodes=2", "--ntasks=2", "scripts/rank.sh", *SHORT, "--run.dir", "runs/srun")
+    assert "on 2 rank(s)" in slurm.command(*words, cwd=project)
+    assert losses(project / "runs" / "srun") == losses(whole)[:12]
