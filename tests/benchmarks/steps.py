@@ -77,16 +77,17 @@ def by_hand(project: Path, task: str, folder: Path) -> float:
 
 
 def by_project(project: Path, task: str, folder: Path) -> tuple[float, float]:
-    """Return the samples per second of a project's run, after its first log line, and the seconds to its first step."""
+    """Return the samples per second of a run, after its first log line, and the seconds until that line."""
     run, start = folder / f"run{time.monotonic_ns()}", time.time()
     command = [project / "scripts/launch.sh", "train", "--run.dir", run, "--train.max_steps", str(STEPS[task]), *WORDS]
     with subprocess.Popen(command, env=ENVIRONMENT, cwd=project, stdout=subprocess.DEVNULL) as launcher:
-        while not (run / "metrics.jsonl").exists() and launcher.poll() is None:
+        records = run / "metrics.jsonl"
+        while not (records.exists() and records.stat().st_size) and launcher.poll() is None:
             time.sleep(0.01)
         first = time.time() - start
     assert launcher.returncode == 0
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    speeds = [record["samples_per_second"] for record in records if record["event"] == "train"]
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    speeds = [line["samples_per_second"] for line in lines if line["event"] == "train"]
     return statistics.median(speeds[1:]), first
 
 
@@ -105,11 +106,11 @@ def main() -> None:
             ours, first = by_project(project, options.task, folder)
             theirs = by_hand(project, options.task, folder)
             line = (
-                f"round {number}: {ours:.0f} samples/s, by hand {theirs:.0f}: {ours / theirs:.3f}; start {first:.1f} s"
+                f"round {number}: {ours:.0f} samples/s, by hand {theirs:.0f}: {ours / theirs:.3f}; record {first:.1f} s"
             )
             if options.other:
                 other, first = by_project(options.other, options.task, folder)
-                line += f"; other {other:.0f}: {ours / other:.3f}; start {first:.1f} s"
+                line += f"; other {other:.0f}: {ours / other:.3f}; record {first:.1f} s"
             print(line, flush=True)
 
 

@@ -20,10 +20,10 @@ from uuid import uuid4
 from conftest import find_processes, run, started, wait_until
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # The daemons are in sbin, which is not on every user's path.
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+ENDED = "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY"
 
-# As on a cluster, a node's name is an address at which other nodes reach it: all of 127/8 is this machine. Empty files
-# represent its GPUs, so that jobs can request them. A requeued job waits for cred_expire seconds.
+# As on a cluster, a node's name is an address at which other nodes reach it: all of 127/8 is this machine. A requeued
+# job waits for cred_expire seconds.
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -44,9 +44,8 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=2
 FirstJobId={first_job}
 SlurmdParameters=config_overrides
-GresTypes=gpu
-NodeName=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=32 Gres=gpu:8
-NodeName=127.0.0.2 NodeHostname={host} Port={ports[2]} CPUs=32 Gres=gpu:8
+NodeName=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=32
+NodeName=127.0.0.2 NodeHostname={host} Port={ports[2]} CPUs=32
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE
 """
 
@@ -61,15 +60,11 @@ class Slurm:
         """Run one of Slurm's commands, and return its output."""
         return run(*words, cwd=cwd, **self.environment, **environment).stdout.strip()
 
-    def job(self, number: str) -> dict[str, str]:
-        """Return the fields that scontrol prints for a job: JobState, ExitCode, Restarts, ..."""
-        return dict(re.findall(r"(\w+)=(\S+)", self.command("scontrol", "show", "job", number)))
-
-    def wait(self, number: str) -> tuple[str, str, str]:
-        """Wait until a job has ended; returns its state, its exit code, and how often it was requeued."""
-        wait_until(lambda: self.job(number)["JobState"] in ENDED, f"job {number} has ended", 300)
-        job = self.job(number)
-        return job["JobState"], job["ExitCode"], job["Restarts"]
+    def wait(self, number: str) -> list[str]:
+        """Wait until a job has ended; returns its state, how often it was requeued, and its exit code."""
+        show = ("scontrol", "show", "job", number)
+        wait_until(lambda: re.search(f"JobState=({ENDED})", self.command(*show)), f"job {number} has ended", 300)
+        return re.findall(r"\b(?:JobState|Restarts|ExitCode)=(\S+)", self.command(*show))
 
 
 def free_ports(count: int) -> list[int]:
@@ -94,9 +89,6 @@ def write_files(folder: Path) -> dict[str, str]:
     old = [int(part) for part in re.findall(r"\d+", version)] < [23, 2]
     disabled = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}\n" if old else "CgroupPlugin=disabled\n"
     (folder / "cgroup.conf").write_text(disabled)
-    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
-    for number in range(8):
-        (folder / f"gpu{number}").touch()
     return {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
 
 

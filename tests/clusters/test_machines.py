@@ -78,9 +78,9 @@ def test_a_cut_link_ends_both_machines(baked: Bake, machines: Machines, whole: P
 
 def test_torchrun_restarts_the_ranks_when_one_is_killed(baked: Bake, whole: Path, tmp_path: Path) -> None:
     words = (baked() / "scripts" / "launch.sh", *TRAIN, "--run.dir", tmp_path)
-    with started(*words, cwd=baked(), NPROC="2", MAX_RESTARTS="1") as launcher:
+    with started(*words, cwd=baked(), NPROC="2", MAX_RESTARTS="1", MARK=str(tmp_path)) as launcher:
         wait_until(lambda: len(losses(tmp_path)) > 11, "the run has started", 240)
-        (rank,) = {*find_processes("LOCAL_RANK=1")} & {*find_processes(f"TORCHELASTIC_RUN_ID={'none'}")}
+        (rank,) = {*find_processes("LOCAL_RANK=1")} & {*find_processes(f"MARK={tmp_path}")}
         os.kill(rank, signal.SIGKILL)
         output = "".join(launcher.communicate(timeout=200))
         assert launcher.returncode == 0, output

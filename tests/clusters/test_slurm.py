@@ -29,7 +29,8 @@ def project(baked: Bake) -> Path:
 
 def submit(slurm: Slurm, project: Path, *words: str) -> str:
     """Submit the shipped script, with one rank per node on the CPU; returns the number of the job."""
-    return slurm.command("sbatch", "--parsable", "scripts/train.sbatch", *words, cwd=project, NPROC="1")
+    script = ("sbatch", "--parsable", "--gpus-per-node=0", "scripts/train.sbatch")
+    return slurm.command(*script, *words, cwd=project, NPROC="1")
 
 
 def log_of(project: Path, job: str) -> str:
@@ -41,7 +42,7 @@ def log_of(project: Path, job: str) -> str:
 def whole(slurm: Slurm, project: Path) -> Path:
     """The run of a job that nothing interrupts, on both nodes."""
     job = submit(slurm, project, *TRAIN, "--run.dir", "runs/whole")
-    assert slurm.wait(job) == ("COMPLETED", "0:0", "0"), log_of(project, job)
+    assert slurm.wait(job) == ["COMPLETED", "0", "0:0"], log_of(project, job)
     assert f"step 0 of {STEPS} on 2 rank(s)" in log_of(project, job)
     return project / "runs" / "whole"
 
@@ -56,7 +57,7 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(slurm: Slurm, project: Pa
     slurm.command("scancel", "--signal=USR1", job)  # As Slurm does before the time limit: to the job's steps.
     ended = slurm.wait(job)
     log = log_of(project, job)
-    assert ended == ("COMPLETED", "0:0", "1"), log
+    assert ended == ["COMPLETED", "1", "0:0"], log
     stopped = re.search(r"stopped after step (\d+)", log)
     assert stopped is not None and 5 < int(stopped[1]) < STEPS, log
     assert f"step {stopped[1]} of {STEPS} on 2 rank(s)" in log.split("start 2,")[1]
@@ -65,7 +66,7 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(slurm: Slurm, project: Pa
 
 def test_a_mistake_fails_the_job_which_is_not_requeued(slurm: Slurm, project: Path) -> None:
     job = submit(slurm, project, *TRAIN, "--data.global_batch_size", "33", "--run.dir", "runs/failed")
-    assert slurm.wait(job) == ("FAILED", "2:0", "0")
+    assert slurm.wait(job) == ["FAILED", "0", "2:0"]
     assert "error: data.global_batch_size is 33" in log_of(project, job)
 
 

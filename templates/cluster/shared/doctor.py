@@ -64,6 +64,7 @@ def connect(host: str, port: int, node_rank: int) -> str:
         try:
             with socket.create_connection((host, port), timeout=WAIT) as connection:
                 connection.sendall(str(node_rank).encode())
+                connection.settimeout(WAIT + 5)  # The first machine waits as long, and may have started later.
                 return connection.recv(999).decode() or "another program listens there"
         except OSError as error:
             found = error.strerror or str(error)

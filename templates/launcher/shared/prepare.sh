@@ -13,7 +13,7 @@ case " $* " in
 esac
 gpus="${CUDA_VISIBLE_DEVICES-$(compgen -G '/dev/nvidia[0-9]*' || true)}"
 gpus=$(wc -w <<<"${gpus//,/ }")
-nproc="${NPROC:-{{ fact("nproc") or "$((gpus ? gpus : 2))" }}}" nodes="${NODES:-1}" number='[1-9][0-9]{0,4}'
+nproc="${NPROC:-{{ fact("nproc") or fact("ranks") or "$((gpus ? gpus : 2))" }}}" nodes="${NODES:-1}" number='[1-9][0-9]{0,4}'
 [[ "$nproc $nodes" =~ ^$number\ $number$ ]] || mistake "NPROC=$nproc and NODES=$nodes have to be numbers"
 [[ $nodes == 1 || (-n "${HEAD:-}" && "${NODE_RANK:-}" =~ ^(0|$number)$ && $NODE_RANK -lt $nodes) ]] ||
     mistake "NODES=$nodes needs HEAD, the first machine, and NODE_RANK from 0 to $((nodes - 1))"

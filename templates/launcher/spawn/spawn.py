@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -20,7 +21,7 @@ def run_rank(local_rank: int, first_rank: int, environment: dict[str, str], argv
 
 
 def launch(argv: list[str], nproc: int) -> int:
-    """Run the ranks of this machine; returns 0, 1 if one failed, or 128 plus the number of a stop signal."""
+    """Run the ranks of this machine; returns 0, what the first that failed returned, or 128 plus a stop signal."""
     nodes, node_rank = int(os.environ.get("NODES", "1")), int(os.environ.get("NODE_RANK", "0"))
     host, port = os.environ.get("HEAD", "127.0.0.1"), int(os.environ.get("PORT", "29400")) if nodes > 1 else 0
     store = dist.TCPStore(host, port, is_master=node_rank == 0, wait_for_workers=False)  # Port 0: any free one.
@@ -29,13 +30,17 @@ def launch(argv: list[str], nproc: int) -> int:
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # It would report what ranks leave to it.
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
-    code = wait(mp.spawn(run_rank, (node_rank * nproc, environment, argv), nproc, join=False).processes, received)
+    context, first = mp.get_context("spawn"), node_rank * nproc
+    ranks = [context.Process(target=run_rank, args=(i, first, environment, argv)) for i in range(nproc)]
+    for rank in ranks:
+        rank.start()
+    code = wait(ranks, received)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return code
 
 
-def wait(ranks: list[mp.Process], received: list[int]) -> int:
+def wait(ranks: list[Any], received: list[int]) -> int:
     """Wait for all ranks; after a failure, or a stop signal in ``received``, they have STOP_SECONDS to end."""
     deadline, failed, codes = math.inf, list[tuple[int, int]](), list[int | None]([None])
     while None in codes:
@@ -50,7 +55,7 @@ def wait(ranks: list[mp.Process], received: list[int]) -> int:
     for number, code in failed[:1]:
         if code == -signal.SIGKILL or (code < 0 and not received):
             print(f"error: local rank {number} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    return 128 + received[0] if received else len(failed[:1])
+    return 128 + received[0] if received else max(1, failed[0][1]) if failed else 0
 
 
 if __name__ == "__main__":

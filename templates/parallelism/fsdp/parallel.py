@@ -61,6 +61,7 @@ class Parallel:
         for block in blocks:  # Once more, because the model may have shared parameters after blocks were sharded.
             refuse_shared(block, seen)
         self.fsdp = shard(self.module)
+        self.allows_unused = config.train.allow_unused
 
     def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
         """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
@@ -79,7 +80,16 @@ class Parallel:
             self.scaler.scale(losses["loss"] / weight).backward()
             for name, loss in losses.items():
                 totals[name] = totals.get(name, 0) + loss.detach() / weight / self.dp_size
+        if self.allows_unused:
+            self.compare_used()
         return totals
+
+    def compare_used(self) -> None:
+        """Reject parameters with a gradient on some ranks only: FSDP would have added those of others to it."""
+        used: list[Any] = [None] * self.dp_size
+        dist.all_gather_object(used, {name for name, p in self.module.named_parameters() if p.grad is not None})
+        if names := set.union(*used) - set.intersection(*used):
+            raise UserError(f"only some ranks use {min(names)}; under this strategy, all have to, or none")
 
     def predict(self, inputs: Any) -> Any:
         """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""

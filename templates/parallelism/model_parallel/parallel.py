@@ -76,7 +76,7 @@ class Parallel:
                     outputs = self.ddp(inputs)
                     losses = self.task.losses(outputs, to_device(targets, outputs.device))
                 # DDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
-                self.scaler.scale(losses["loss"] / weight).backward()
+                self.scaler.scale(losses["loss"].to(self.device) / weight).backward()
             for name, loss in losses.items():
                 totals[name] = totals.get(name, 0) + loss.detach().to(self.device) / weight / self.dp_size
         return totals

@@ -21,9 +21,8 @@ class ParallelConfig:
         ranks = world_size // self.replicas
         if self.stages_per_rank > 1 and name in ("GPipe", "1F1B"):
             raise UserError(f"parallel.stages_per_rank is {self.stages_per_rank}; {name} has one stage per rank")
-        if name == "1F1B" and train.microbatches < ranks:
-            raise UserError(f"train.microbatches is {train.microbatches}; 1F1B needs one per rank, {ranks} or more")
-        if name == "Interleaved1F1B" and train.microbatches % max(1, train.microbatches // ranks):
-            raise UserError(f"train.microbatches is {train.microbatches}; Interleaved1F1B needs a multiple of {ranks}")
+        rest = train.microbatches % max(1, train.microbatches // ranks) if name == "Interleaved1F1B" else 0
+        if rest or (name == "1F1B" and train.microbatches < ranks):
+            raise UserError(f"train.microbatches is {train.microbatches}; {name} takes any multiple of {ranks}")
         if train.precision == "fp16":
             raise UserError("train.precision is fp16, whose scaler would skip steps on some ranks alone; give bf16")

@@ -82,6 +82,7 @@ class Parallel:
         ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
         name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
         """
+        torch.manual_seed(torch.initial_seed() + self.position)  # Each stage has other dropout masks.
         batches = split_batch((inputs, targets), self.microbatches)
         if shapes_of(batches[0][0]) != self.shapes:
             self.build_schedule(batches[0][0])
@@ -129,8 +130,7 @@ class Parallel:
     def average_gradients(self) -> None:
         """Average the gradients over the pipelines, in one message per block."""
         for block in self.module.children() if self.dp_size > 1 else ():
-            parameters = [p for p in block.parameters() if p.requires_grad]
-            if not parameters:
+            if not (parameters := [p for p in block.parameters() if p.requires_grad]):
                 continue
             # What this pipeline did not use counts as zero; what none of them used has no gradient.
             is_used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)

@@ -7,7 +7,10 @@ that you trust: unlike a full checkpoint, it is read with pickle, and has no che
 import json
 import os
 import shutil
+import sys
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.tensor import DTensor
 
 from . import checkpoint
-from .checkpoint import Progress, compare, list_checkpoints, lock
+from .checkpoint import Progress, list_checkpoints, lock
 from .config import Config, UserError
 from .distributed import Process
 
@@ -27,9 +30,9 @@ class Checkpointer(checkpoint.Checkpointer):
 
     def __init__(self, parallel: Any, optimizer: Any, lengths: list[int], config: Config, process: Process) -> None:
         super().__init__(parallel, optimizer, lengths, config, process)
-        self.group = dist.new_group(backend="gloo")  # Its messages never mix with those of training.
+        timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # Its messages never mix with those of training.
         self.pending: Any = None
-        self.final = self.partial = Path()
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is after ``progress.step`` steps; a sharded checkpoint is written in the background."""
@@ -43,33 +46,32 @@ class Checkpointer(checkpoint.Checkpointer):
             raise UserError(f"{bad[0]} is not finite after step {progress.step}, which is not saved")
         self.final = self.folder / f"step-{progress.step:08d}.dcp"
         self.partial = self.final.with_suffix(".dcp.tmp")
-        self.process.on_main(self.clear)
+        for path in (self.final, self.partial):  # Of an earlier start.
+            self.process.on_main(partial(shutil.rmtree, path, ignore_errors=True))
         content = self.local_state() | {"header": json.dumps(self.header(progress))}
         self.pending = dcp.async_save(content, checkpoint_id=self.partial, process_group=self.group)
-        self.pending.add_done_callback(self.publish)
+        self.pending.add_done_callback(partial(self.publish, self.partial, self.final))
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's part of the model and of the optimizer's state, by name of parameter."""
         model, optimizer = dsd.get_state_dict(self.parallel.module, self.optimizer)
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
 
-    def clear(self) -> None:
-        """Remove what an earlier start of this run left of the same step."""
-        for path in (self.final, self.partial):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def publish(self, future: Any) -> None:
+    def publish(self, folder: Path, final: Path, future: Any) -> None:
         """Give a checkpoint its name when it is complete, which rank 0 is the last to know."""
         if self.process.rank == 0 and not future.exception():
             with suppress(FileNotFoundError):  # Done already.
-                os.replace(self.partial, self.final)
+                os.replace(folder, final)
 
     def finish(self) -> None:
         """Wait until a pending checkpoint is complete; raises what went wrong."""
         if self.pending:
-            self.pending.result()
-            self.process.on_main(lambda: self.publish(self.pending))
-            self.pending = None
+            pending, self.pending = self.pending, None
+            try:
+                pending.result()
+            except (Exception, dcp.CheckpointException) as error:
+                raise UserError(f"{self.partial} could not be written; is the disk full? {error}") from None
+            self.process.on_main(lambda: self.publish(self.partial, self.final, pending))
 
     def restore(self) -> tuple[Progress, list[str]]:
         """Load what the run starts from; of a sharded checkpoint, each rank reads its own part."""
@@ -77,12 +79,25 @@ class Checkpointer(checkpoint.Checkpointer):
         if newest.suffix != ".dcp" or self.config.checkpoint.resume == "never":
             return super().restore()
         self.process.on_main(lambda: lock(Path(self.config.run.dir)))
+        try:
+            return self.load_shards(newest)
+        except dcp.CheckpointException as error:
+            reason = f"{newest} is not a readable checkpoint; it is now {newest.name}.damaged"
+            self.process.on_main(lambda: newest.rename(f"{newest}.damaged") and None)
+            if not self.process.on_main(lambda: list_checkpoints(self.folder)):
+                raise UserError(f"{reason}; start again") from error  # Some weights may have been replaced.
+            if self.process.rank == 0:
+                print(reason, file=sys.stderr)
+            return self.restore()
+
+    def load_shards(self, folder: Path) -> tuple[Progress, list[str]]:
+        """Load this rank's part of a sharded checkpoint."""
         content: dict[str, Any] = {"header": ""}
-        dcp.load(content, checkpoint_id=newest, process_group=self.group)  # Before a part that may not fit the model.
+        dcp.load(content, checkpoint_id=folder, process_group=self.group)  # Before a part that may not fit the model.
         header = json.loads(content["header"])
-        changes = compare(self.settings, header["config"], {*self.config.files(), "content.model.weights", "run.dir"})
+        changes = self.compare(header["config"])
         content, module = self.local_state(), self.parallel.module
-        dcp.load(content, checkpoint_id=newest, process_group=self.group)
+        dcp.load(content, checkpoint_id=folder, process_group=self.group)
         dsd.set_model_state_dict(module, content["model"])
         groups = dsd.get_optimizer_state_dict(module, self.optimizer)["param_groups"]  # Those of the settings.
         dsd.set_optimizer_state_dict(module, self.optimizer, content["optimizer"] | {"param_groups": groups})

@@ -60,8 +60,7 @@ class Head(nn.Module):
 def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
     """Build the model on the CPU, with weights drawn from PyTorch's global generator.
 
-    Each block passes through ``wrap`` when it is built, where a strategy may compile, shard or drop it: no rank ever
-    holds more than its part of the model and one block.
+    Each block passes through ``wrap`` when it is built, where a strategy may compile, shard or drop it.
     """
     narrow, wide = config.width, 2 * config.width
     blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=wrap(Stem(narrow)))

@@ -24,10 +24,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         middle = max(0, len(text) - config.dataset.test_bytes)
         self.text = text[:middle] if split == "train" else text[middle:]
         if len(self) < 1:
-            raise UserError(
-                f"{len(self.text)} of {len(text)} bytes of text are in the {split} set, and a sample has "
-                f"{self.context + 1}; change dataset.test_bytes or model.context, or give a longer text"
-            )
+            counts = f"{len(self.text)} of {len(text)} bytes of text, less than a sample of {self.context + 1}"
+            raise UserError(f"the {split} set has {counts}; change dataset.test_bytes, or give a longer text")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Windows, self.arguments  # A loader process reads the text itself.

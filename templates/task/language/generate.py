@@ -12,8 +12,7 @@ def generate(
 ) -> None:
     """Print a prompt and its continuation by the model of a checkpoint; a collective.
 
-    An empty prompt stands for a line break; ``length`` counts bytes. At a ``temperature`` below 1, likely bytes become
-    more likely, and 0 picks the most likely one. The text is drawn from ``run.seed``, the same on any number of ranks.
+    An empty prompt is a line break. The text is drawn from ``run.seed``, the same on any number of ranks.
     """
     if length < 1 or not temperature >= 0:
         raise UserError(f"--length is {length} and --temperature {temperature}; give 1 or more, and 0 or more")

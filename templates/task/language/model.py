@@ -1,8 +1,6 @@
 """The model: a GPT over bytes (Radford et al. 2019), as a sequence of named blocks.
 
 A block takes and returns one tensor, so the sequence can be split, sharded or recomputed between any two blocks.
-
-    bytes (time,) ── embedding ── (time, width) ── block0 ── block1 ── ... ── head ── logits (time, 256)
 """
 
 from collections import OrderedDict

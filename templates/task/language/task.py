@@ -12,13 +12,8 @@ from torch.nn import functional as F
 from .config import Config
 from .model import build_model
 
-# 10^12 operations per second without sparsity, from NVIDIA's data sheets: in fp32, TF32, and bf16 or fp16.
-PEAKS = {
-    "NVIDIA A100-SXM4-80GB": (19.5, 156.0, 312.0),
-    "NVIDIA L40S": (91.6, 183.0, 362.0),
-    "NVIDIA H100 80GB HBM3": (66.9, 494.7, 989.4),
-    "NVIDIA H200": (66.9, 494.7, 989.4),
-}
+# 10^12 operations per second in bf16 without sparsity, from NVIDIA's data sheets.
+PEAKS = {"NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
 
 
 class Task:
@@ -29,7 +24,8 @@ class Task:
     def __init__(self, config: Config, device: torch.device) -> None:
         """Load what the losses need, such as a frozen teacher in eval mode on ``device``."""
         self.context, self.operations = config.model.context, count_operations(config)
-        self.peak = find_peak(config, device)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self.peak = 1e12 * PEAKS.get(name, 0.0) * getattr(config.parallel, "devices", 1)
 
     def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return a local batch with what is computed once for it, such as a teacher's outputs, without gradients."""
@@ -63,7 +59,7 @@ class Task:
     def throughput(self, samples_per_second: float) -> dict[str, float]:
         """Return what a record of training also has to say about its speed.
 
-        ``mfu`` (model FLOPs utilization) is the share of the devices' peak that the model's operations take.
+        ``mfu`` (model FLOPs utilization) is the share of the devices' peak in bf16 that the model takes.
         """
         tokens = samples_per_second * self.context
         mfu = {"mfu": tokens * self.operations / dist.get_world_size() / self.peak} if self.peak else {}
@@ -77,11 +73,3 @@ def count_operations(config: Config) -> int:
         parameters = build_model(model).named_parameters()
     multiplied = sum(p.numel() for name, p in parameters if not name.startswith("embedding"))  # They are looked up.
     return 6 * multiplied + 12 * model.layers * model.width * model.context
-
-
-def find_peak(config: Config, device: torch.device) -> float:
-    """Return the operations per second that a rank's devices could do, or 0 if they are not in ``PEAKS``."""
-    if device.type != "cuda" or (name := torch.cuda.get_device_name(device)) not in PEAKS:
-        return 0.0
-    column = 2 if config.train.precision != "fp32" else 0 if config.train.exact else 1
-    return 1e12 * PEAKS[name][column] * getattr(config.parallel, "devices", 1)

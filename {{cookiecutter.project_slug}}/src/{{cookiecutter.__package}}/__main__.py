@@ -1,6 +1,5 @@
 """The command line: ``scripts/launch.sh train --optim.lr 1e-3``; ``train --help`` lists all settings."""
 
-import gc
 import os
 import sys
 from argparse import ArgumentError
@@ -19,19 +18,19 @@ from .config import CheckpointConfig, Config, UserError
 
 SECTIONS = get_type_hints(Config)
 DEFAULT = Path(__file__).parents[2] / "configs" / "default.yaml"
-COMMANDS = {  # An option that is named here exists; a command that writes --output takes no settings.
-    "train": "train, or resume run.dir",
-    "evaluate": "print the metrics of --checkpoint PATH on the test set",
-    "export": "write the weights of --checkpoint PATH as --output FILE.safetensors",
-    "plot": "draw the metrics of --runs [DIR, ...] as --output FILE.png",
+COMMANDS: dict[str, tuple[str, set[str]]] = {  # What each does, and its options; with an output, it takes no settings.
+    "train": ("train, or resume run.dir", set()),
+    "evaluate": ("print the metrics of a checkpoint on the test set", {"checkpoint"}),
+    "export": ("write the weights of a checkpoint as a .safetensors file", {"checkpoint", "output"}),
+    "plot": ("draw the metrics of runs into a picture", {"runs", "output"}),
     #:: if fact("generates") ::#
-    "generate": "continue --prompt TEXT by --length bytes, with --checkpoint PATH and --temperature T",
+    "generate": ("continue a prompt with the model of a checkpoint", {"checkpoint", "prompt"}),
     #:: endif ::#
     #:: if fact("shards") ::#
-    "estimate": "print the memory that a step needs on each of --ranks N, and whether it fits into --memory GIB",
+    "estimate": ("print the memory that a step needs on each rank, and whether it fits", {"ranks"}),
     #:: endif ::#
     #:: if cookiecutter.cluster != "none" ::#
-    "doctor": "check what breaks a first run on several machines",
+    "doctor": ("check what breaks a first run on several machines", set()),
     #:: endif ::#
 }
 
@@ -41,28 +40,28 @@ def build_parser(default_files: list[str]) -> ArgumentParser:
     set_loader("yaml", partial(load_strictly, get_loader("yaml")), exceptions=(yaml.YAMLError,))
     parser = ArgumentParser(prog=__package__, exit_on_error=False)
     commands = parser.add_subcommands(required=True, dest="command")
-    for name, text in COMMANDS.items():
+    for name, (text, options) in COMMANDS.items():
         command = ArgumentParser(exit_on_error=False)
-        if "--output" in text:
+        if "output" in options:
             command.add_argument("--output", required=True, help="The file to write.")
         else:
             command.default_config_files = default_files
             command.add_argument("--config", action="config", help="A YAML file; default: configs/default.yaml.")
             for section, kind in SECTIONS.items():
-                if section != "checkpoint" or "--checkpoint" not in text:
+                if section not in options:  # Such as checkpoint, which is an option of some commands.
                     command.add_class_arguments(kind, section)
-        if "--runs" in text:
+        if "runs" in options:
             command.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
-        elif "--checkpoint" in text:  # In a file of settings, there is a section of that name.
+        if "checkpoint" in options:  # In a file of settings, there is a section of that name.
             command.add_argument("--checkpoint", type=str | CheckpointConfig, required=True, help="The checkpoint.")
         #:: if fact("generates") ::#
-        if "--prompt" in text:
+        if "prompt" in options:
             command.add_argument("--prompt", type=str, default="", help="The text to continue.")
             command.add_argument("--length", type=int, default=200, help="Bytes to generate.")
             command.add_argument("--temperature", type=float, default=0.8, help="0 picks the most likely byte.")
         #:: endif ::#
         #:: if fact("shards") ::#
-        if "--ranks" in text:
+        if "ranks" in options:
             command.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
             command.add_argument("--memory", type=PositiveFloat, help="GiB of a device.")
         #:: endif ::#
@@ -120,7 +119,6 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
 
         doctor(config)
     #:: endif ::#
-    gc.freeze()  # The imports made 400,000 objects that stay; the garbage collector would look at them again and again.
     process, stopped = setup(config), False
     try:
         if name == "train":
@@ -142,14 +140,14 @@ def main(argv: Sequence[str]) -> None:
     words = [word for word in argv if word != "--preflight"]
     try:
         name, config, options = parse(words)
-        if "--checkpoint" in COMMANDS[name] and not Path(str(options.checkpoint)).exists():
+        if "checkpoint" in COMMANDS[name][1] and not Path(str(options.checkpoint)).exists():
             raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")
         #:: if fact("shards") ::#
         if name == "estimate":
             config.check(options.ranks, trains=True)
             return run(name, config, options, given=set())
         #:: endif ::#
-        if "--output" not in COMMANDS[name]:
+        if "output" not in COMMANDS[name][1]:
             config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
         if len(words) == len(argv):
             run(name, config, options, given={word.split("=")[0].removeprefix("--") for word in words})

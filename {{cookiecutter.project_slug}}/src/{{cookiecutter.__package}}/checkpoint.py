@@ -3,8 +3,7 @@
     {"model": state_dict, "optimizer": {"state": {"stem.conv.weight": {"exp_avg": ...}, ...}},
      "progress": {"step": 440, "epoch": 20, "samples": 0}, "config": {...}, "scaler": {...}}
 
-It is the state of the whole model, so a run resumes under any strategy and on any number of ranks, and has no random
-state, because each step and each sample is seeded by its number.
+It is the state of the whole model, for any strategy and number of ranks, and without random state: steps are seeded.
 """
 
 import fcntl
@@ -23,6 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from .config import Config, UserError
@@ -44,9 +44,9 @@ class Checkpointer:
     def __init__(self, parallel: Any, optimizer: Any, lengths: list[int], config: Config, process: Process) -> None:
         self.parallel, self.optimizer, self.config, self.process = parallel, optimizer, config, process
         self.folder, self.was_read_back = Path(config.run.dir) / "checkpoints", False
-        digests = process.on_main(lambda: {name: digest(Path(path)) for name, path in config.files().items()})
+        digests = process.on_main(lambda: {f"content of {k}": digest(Path(v)) for k, v in config.files().items()})
         # All that a resumed run has to agree with; the files of the dataset by their content.
-        self.settings = asdict(config) | {"content": {"lengths": lengths, **digests}}
+        self.settings = asdict(config) | {"content": {"number of samples": lengths, **digests}}
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is after ``progress.step`` steps."""
@@ -87,10 +87,24 @@ class Checkpointer:
             if self.config.model.weights is not None:
                 self.parallel.load_full_state_dict(model)
             return Progress(), []
-        changes = compare(self.settings, header["config"], {*self.config.files(), "content.model.weights", "run.dir"})
+        changes = self.compare(header["config"])
         self.parallel.load_full_state_dict(model, self.optimizer, content.get("optimizer", {}).get("state"))
         scaler.load_state_dict(header["scaler"] or scaler.state_dict())
         return Progress(**header["progress"]), changes
+
+    def compare(self, saved: dict[str, Any]) -> list[str]:
+        """Return which settings changed; rejects another model or dataset, and what decides which samples are left."""
+        ignored, changes = {*self.config.files(), "the content of model.weights", "run.dir"}, []
+        for section, values in self.settings.items():
+            for key, value in values.items():
+                name = f"the {key}" if section == "content" else f"{section}.{key}"
+                before = saved.get(section, {}).get(key)
+                if value == before or name in ignored:
+                    continue
+                if section in ("content", "dataset", "model") or name in ("run.seed", "data.global_batch_size"):
+                    raise UserError(f"{name} is {value}, and {before} in the checkpoint; give that, or another run.dir")
+                changes.append(f"{name} from {before} to {value}")
+        return changes
 
     def read_start(self) -> dict[str, Any]:
         """Return the newest checkpoint that can be read, else that of ``checkpoint.resume``, else ``model.weights``."""
@@ -121,20 +135,6 @@ def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -
     return content, process.on_main(read_header)
 
 
-def compare(settings: dict[str, Any], saved: dict[str, Any], ignored: set[str]) -> list[str]:
-    """Return which settings changed; rejects another model or dataset, and what decides which samples are left."""
-    changes = []
-    for section, values in settings.items():
-        for key, value in values.items():
-            name, before = f"{section}.{key}", saved.get(section, {}).get(key)
-            if value == before or name in ignored:
-                continue
-            if section in ("content", "dataset", "model") or name in ("run.seed", "data.global_batch_size"):
-                raise UserError(f"{name} is {value}, and {before} in the checkpoint; give that, or another run.dir")
-            changes.append(f"{name} from {before} to {value}")
-    return changes
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first: files (``.pt``) and sharded ones (``.dcp``)."""
     return sorted([*folder.glob("step-????????.pt"), *folder.glob("step-????????.dcp")])
@@ -154,7 +154,7 @@ def read(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:  # A disk that fails is no damaged file.
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # The latter is no Exception.
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{path} is not a readable checkpoint: {reason}") from None
 
@@ -170,7 +170,8 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 def export(path: Path, output: Path) -> None:
     """Write the weights of a checkpoint as a .safetensors file."""
-    save_file({name: value.contiguous() for name, value in read(path)["model"].items()}, output)
+    weights = read(path)["model"]
+    save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}, output)
 
 
 def digest(path: Path) -> str:

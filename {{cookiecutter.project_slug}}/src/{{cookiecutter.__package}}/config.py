@@ -147,12 +147,10 @@ class Config:
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
                 is_zero_by_default = value == 0 and getattr(type(settings), name) == 0
                 if value == "" or (is_number and not (0 < value < math.inf or is_zero_by_default)):
-                    raise UserError(f"{section}.{name} is {value!r}; give a positive number, or a text")
+                    raise UserError(f"{section}.{name} is {value!r}; give a {'text' if value == '' else 'number > 0'}")
         for name, path in {**self.files(), "checkpoint.resume": self.checkpoint.resume}.items():
             if path not in ("auto", "never") and not Path(path).exists() and (trains or name != "model.weights"):
                 raise UserError(f"{name} is {path}: no such file")
-        if self.run.seed >= 2**32:
-            raise UserError(f"run.seed is {self.run.seed}; give a number below 2**32")
         if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
             raise UserError(f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1")
         self.dataset.check()

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
+from threading import Thread
 from typing import Any, NoReturn
 
 import numpy as np
@@ -45,7 +46,7 @@ class Process:
         if self.rank == 0:
             try:
                 outcome[0] = action()
-            except (UserError, OSError, RuntimeError) as error:  # torch.save raises the last one on a full disk.
+            except (UserError, OSError) as error:
                 outcome[1] = str(error)
         dist.broadcast_object_list(outcome, src=0, group=self.main_group)
         if outcome[1] is not None:
@@ -65,8 +66,8 @@ def setup(config: Config) -> Process:
         # End with the launcher, even if that is killed: a rank that remains would keep its GPU and its files.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     settings = config.distributed
-    # Under model parallelism, a rank has several devices.
-    device = choose_device(settings.device, settings.backend, getattr(config.parallel, "devices", 1))
+    count = getattr(config.parallel, "devices", 1)  # Several under model parallelism.
+    device = choose_device(settings.device, settings.backend, count)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)  # Otherwise every rank opens a context on the first device.
     # Deterministic algorithms, where there are any, in full fp32; otherwise TF32 and whatever is fastest.
@@ -84,7 +85,7 @@ def setup(config: Config) -> Process:
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.type != "cpu" and settings.backend != "gloo" else None,
+        device_id=device if device.type != "cpu" and settings.backend != "gloo" and count == 1 else None,
     )
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)
     main_group = dist.new_group(backend="gloo", timeout=MAIN_TIMEOUT)
@@ -94,7 +95,7 @@ def setup(config: Config) -> Process:
 def cleanup(stopped: bool = False) -> None:
     """Leave the process group, and end the process with exit code 0, or 143 if a signal stopped its work."""
     dist.destroy_process_group()
-    gc.collect()
+    gc.collect()  # Ends loader processes.
     exit_now(128 + signal.SIGTERM if stopped else 0)
 
 
@@ -102,7 +103,6 @@ def exit_now(code: int) -> NoReturn:
     """End the process at once: Python would take threads apart that gloo keeps running, and sometimes abort."""
     with suppress(OSError):  # Nobody may read them any more.
         sys.stdout.flush()
-        sys.stderr.flush()
     os._exit(code)
 
 
@@ -142,7 +142,7 @@ def seed_everything(seed: int, device: torch.device | None = None) -> None:
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms: it also looks for every accelerator.
     if device is not None and device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+        torch.manual_seed(seed)
 
 
 class StopSignal:
@@ -175,11 +175,14 @@ def fail(error: Exception, process: Process) -> NoReturn:
     """End this process, and print why: which ranks failed or are silent, or an error, unless rank 0 prints the same."""
     waited = isinstance(error, RuntimeError) and re.search("gloo|NCCL|collective|[Cc]onnection", str(error))
     text, does_not_fit = " ".join(f"{type(error).__name__}: {error}".split()), "loading state_dict" in str(error)
-    reports = exchange_reports("" if waited else text, process)
+    reports = {process.rank: "" if waited else text}
+    thread = Thread(target=exchange_reports, args=(reports, process), daemon=True)
+    thread.start()
+    thread.join(2 * REPORT_SECONDS)  # The store answers nothing if the link to it is cut.
     code = 2 if does_not_fit or any(report.startswith("UserError") for report in reports.values()) else 1
     failed = [f"rank {rank} failed with {report}" for rank, report in sorted(reports.items()) if report]
     silent = ", ".join(str(rank) for rank in range(process.world_size) if rank not in reports)
-    if waited:
+    if waited and (failed or silent):
         reason = "; ".join(failed) or f"no report from rank(s) {silent}, which died, hang or are late ({text[:200]})"
         print(f"error: rank {process.rank} waited in vain: {reason}", file=sys.stderr)
     elif process.rank and reports.get(0) == text:
@@ -191,17 +194,14 @@ def fail(error: Exception, process: Process) -> NoReturn:
     exit_now(code)
 
 
-def exchange_reports(text: str, process: Process) -> dict[int, str]:
-    """Report what ended this rank, and return the reports by rank, after that of rank 0 or of one that failed."""
-    reports, deadline = {process.rank: text}, time.monotonic() + REPORT_SECONDS
+def exchange_reports(reports: dict[int, str], process: Process) -> None:
+    """Report what ended this rank, and add other reports, until there is that of rank 0 or of one that failed."""
+    text, deadline = reports[process.rank], time.monotonic() + REPORT_SECONDS
     with suppress(RuntimeError):  # The store may be gone, with the launcher.
         process.store.set(str(process.rank), text)
         while (process.rank or not text) and time.monotonic() < deadline:  # Rank 0 prints its own error at once.
-            for rank in set(range(process.world_size)) - reports.keys():
-                if process.store.check([str(rank)]):
-                    reports[rank] = process.store.get(str(rank)).decode()
-            is_known = 0 in reports if text else any(reports.values())
-            if is_known or len(reports) == process.world_size:
+            others = [rank for rank in range(process.world_size) if process.store.check([str(rank)])]
+            reports |= {rank: process.store.get(str(rank)).decode() for rank in others}
+            if len(reports) == process.world_size or (0 in reports if text else any(reports.values())):
                 break
             time.sleep(0.1)
-    return reports

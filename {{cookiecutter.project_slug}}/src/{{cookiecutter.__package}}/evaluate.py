@@ -102,6 +102,7 @@ def load_experiment(path: str, config: Config, given: set[str], process: Process
                 setattr(settings, name, saved[name])
             elif process.rank == 0 and getattr(settings, name) != saved[name]:
                 print(f"{section}.{name}: {getattr(settings, name)} instead of {saved[name]}", file=sys.stderr)
+    config.check(process.world_size, trains=False)
     task, parallel, _, test_set = build_experiment(config, process)
     parallel.load_full_state_dict(content.get("model", {}))
     return task, parallel, test_set, header["progress"]["step"]

@@ -1,11 +1,8 @@
-"""Which rank reads which sample, and when.
-
-On any number of ranks, step i of an epoch trains on the same samples, and evaluation reads each sample once.
-"""
+"""Which rank reads which sample: a step trains on the same ones on any number of ranks, evaluation reads each once."""
 
 import signal
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import parent_process, resource_tracker
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import DataConfig, UserError
 from .dataset import collate_fn
-from .distributed import STOP_SIGNALS, derive_seed, seed_everything
+from .distributed import STOP_SIGNALS, derive_seed, exit_now, seed_everything
 
 # What a sampler yields: (epoch, index). Loader processes hold a copy of the dataset and would not see the epoch change.
 Key = tuple[int, int]
@@ -90,10 +87,17 @@ def build_loader(
         sampler=sampler,
         collate_fn=collate_fn,
         num_workers=config.num_workers,
+        worker_init_fn=end_without_rank,
         persistent_workers=config.num_workers > 0,
         multiprocessing_context="spawn" if config.num_workers else None,
         pin_memory=device.type == "cuda",
     )
+
+
+def end_without_rank(_: int) -> None:
+    """End a loader process whose rank was killed before PyTorch began to watch it."""
+    if not (rank := parent_process()) or not rank.is_alive():
+        exit_now(1)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -76,7 +76,6 @@ class Logger:
         """Close the files."""
         if self.is_main:
             self.bar.close()
-            self.file.close()
             #:: if cookiecutter.tracker != "none" ::#
             self.tracker.close()
             #:: endif ::#

@@ -20,7 +20,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     groups = [
         {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), parameters in members.items()
-    ]
+    ] or [{"params": []}]  # All may be frozen.
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
 
 

@@ -109,12 +109,12 @@ class Trainer:
         return weight
 
     def check_gradients(self) -> None:
-        """Reject, in the first step of a start and after each record, parameters that the loss does not depend on."""
-        if not self.recent and not self.config.train.allow_unused:
-            parameters = self.parallel.module.named_parameters()
-            if unused := [name for name, p in parameters if p.requires_grad and p.grad is None]:
-                names = ", ".join(unused[:5])
-                raise UserError(f"the loss does not depend on {names}; use or freeze them, or set train.allow_unused")
+        """Reject parameters that the loss does not depend on."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not self.config.train.allow_unused and any(p.grad is None for p in parameters):
+            named = self.parallel.module.named_parameters()
+            names = ", ".join([name for name, p in named if p.requires_grad and p.grad is None][:5])
+            raise UserError(f"the loss does not depend on {names}; use or freeze them, or set train.allow_unused")
 
     def finish_step(self) -> bool:
         """Log, save and evaluate if due; returns whether all ranks are to stop."""
@@ -147,6 +147,7 @@ class Trainer:
             finite &= norms.isfinite()
         if not finite.all():
             first = int(finite.int().argmin())
+            self.checkpointer.finish()
             raise UserError(
                 f"step {step - len(norms) + 1 + first} has losses of {losses[first].tolist()} and a gradient norm of "
                 f"{norms[first]}; lower optim.lr or look at the data, then resume from step {self.saved_step}"

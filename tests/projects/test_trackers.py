@@ -1,0 +1,55 @@
+"""Each tracking service, read back, has every record of a killed and resumed run once, and its settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Bake, find_processes, launch, started, wait_until
+from trackers import READERS
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+STEPS = 40
+TRAIN = f"train --distributed.device cpu --train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10".split()
+
+
+@pytest.fixture(autouse=True)
+def without_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No key and no server of whoever runs the tests, and no traffic."""
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete records of a run."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@pytest.mark.parametrize("service", READERS)
+def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tmp_path: Path, service: str) -> None:
+    project, folder = bake(tracker=service), tmp_path / "runs" / "a"
+    words = (*TRAIN, "--run.dir", folder, "--optim.lr", "0.00321")
+    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2", MARK=str(folder)) as launcher:
+        wait_until(lambda: any(each["step"] == 14 for each in read_records(folder)), "the run has begun")
+        launcher.kill()
+        wait_until(lambda: not find_processes(f"MARK={folder}"), "the ranks, and what they have started, end")
+    assert 14 <= read_records(folder)[-1]["step"] < STEPS and "train/loss" in READERS[service](folder)[0]
+    result = launch(project, *words)
+    assert f"step 10 of {STEPS}" in result.stdout and "warning" not in result.stderr
+
+    points, settings = READERS[service](folder)
+    for event, split, name in (("train", "train", "loss"), ("train", "train", "lr"), ("eval", "test", "accuracy")):
+        records = [record for record in read_records(folder) if record["event"] == event]
+        assert [record["step"] for record in records] == [*range(1, STEPS + 1)][
+            9 if event == "eval" else 0 :: 10 ** (event == "eval")
+        ]
+        expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in records]
+        assert sorted(points[f"{split}/{name}"]) == expected
+    assert "0.00321" in settings
