@@ -57,7 +57,7 @@ class Parallel:
         # What each stage here gets and passes on, without values, by the shapes of the inputs.
         self.forms: dict[Any, dict[int, Tensor]] = {}
         self.schedule: Any = None
-        self.shapes: Any = None  # Those that the schedule was built for.
+        self.shapes: Any = None  # Those of the schedule.
         self.names: list[str] = []  # Of the losses.
 
     def build_stages(self, config: Config) -> None:
@@ -82,14 +82,14 @@ class Parallel:
         ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
         name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
         """
-        torch.manual_seed(torch.initial_seed() + self.position)  # Each stage has other dropout masks.
+        torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
         batches = split_batch((inputs, targets), self.microbatches)
         if shapes_of(batches[0][0]) != self.shapes:
             self.build_schedule(batches[0][0])
         self.targets = [targets for _, targets in batches]
         self.totals: dict[str, Tensor] = {}
         self.weight = weight
-        # A schedule splits only tensors, so it gets the numbers of the micro-batches.
+        # A schedule splits tensors, so it gets the numbers of the micro-batches.
         numbers = torch.arange(self.microbatches)
         first = self.stages.get(0)
         if first:
@@ -101,7 +101,7 @@ class Parallel:
         return {name: self.totals.get(name, torch.zeros((), device=self.device)) for name in self.names}
 
     def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
-        """Return a micro-batch's part of the mean loss; called right after the last stage."""
+        """Return a micro-batch's part of the mean loss; called after the last stage."""
         with self.autocast():
             losses = self.task.losses(self.stages[self.last].outputs, self.targets[int(number)])
         for name, loss in losses.items():
@@ -132,7 +132,7 @@ class Parallel:
         for block in self.module.children() if self.dp_size > 1 else ():
             if not (parameters := [p for p in block.parameters() if p.requires_grad]):
                 continue
-            # What this pipeline did not use counts as zero; what none of them used has no gradient.
+            # What this pipeline did not use counts as zero; what none used has no gradient.
             is_used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
             parts = [*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters), is_used]
             message = torch.cat([part.flatten() for part in parts])
