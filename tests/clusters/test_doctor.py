@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from conftest import Bake, launch, run, started
@@ -14,12 +13,6 @@ from slurm import free_ports
 from training import CPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-
-
-@pytest.fixture(scope="module")
-def project(baked: Bake) -> Path:
-    """A project that has a doctor."""
-    return baked(cluster="slurm")
 
 
 def rows(output: str) -> dict[str, str]:
@@ -34,28 +27,28 @@ def check(output: str) -> None:
     assert "fail" not in states.values() and states["all-reduce"] == "pass", output
 
 
-def test_two_ranks_on_this_machine_pass(project: Path) -> None:
-    check(launch(project, "doctor", *CPU).stdout)
+def test_two_ranks_on_this_machine_pass(baked: Bake) -> None:
+    check(launch(baked(cluster="slurm"), "doctor", *CPU).stdout)
 
 
 @needs_root
-def test_two_machines_pass(project: Path) -> None:
-    with two_machines() as machines, machines.start(project, "doctor", *CPU) as launchers:
+def test_two_machines_pass(baked: Bake) -> None:
+    with two_machines() as machines, machines.start(baked(cluster="slurm"), "doctor", *CPU) as launchers:
         check(machines.wait(launchers, code=0)[0])
 
 
-def test_an_interface_that_does_not_exist_fails_its_row(project: Path) -> None:
+def test_an_interface_that_does_not_exist_fails_its_row(baked: Bake) -> None:
     words, environment = (sys.executable, "-m", "my_experiment", "doctor", *CPU), {"GLOO_SOCKET_IFNAME": "nope0"}
-    states = rows(run(*words, cwd=project, code=1, PYTHONPATH="src", **environment).stdout)
+    states = rows(run(*words, cwd=baked(cluster="slurm"), code=1, PYTHONPATH="src", **environment).stdout)
     assert [name for name, state in states.items() if state == "fail"] == ["interface"]
 
 
-def test_a_machine_that_does_not_come_is_named(project: Path) -> None:
-    script, (port,) = project / "scripts" / "launch.sh", free_ports(1)
-    environment = {"NODES": "3", "HEAD": "127.0.0.1", "PORT": str(port), "NPROC": "1"}
+def test_a_machine_that_does_not_come_is_named(baked: Bake) -> None:
+    words = (baked(cluster="slurm") / "scripts" / "launch.sh", "doctor", *CPU)
+    environment = {"NODES": "3", "HEAD": "127.0.0.1", "PORT": str(free_ports(1)[0]), "NPROC": "1"}
     with ExitStack() as stack:
         for launcher in [
-            stack.enter_context(started(script, "doctor", *CPU, cwd=project, NODE_RANK=rank, **environment))
+            stack.enter_context(started(*words, cwd=baked(cluster="slurm"), NODE_RANK=rank, **environment))
             for rank in ("0", "2")
         ]:
             out, _ = launcher.communicate(timeout=90)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -17,15 +16,11 @@ from training import TRAIN, losses
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-def read(project: Path) -> list[dict[str, Any]]:
-    """Return the documents of job.yaml; the job is the last."""
-    return [*yaml.safe_load_all((project / "scripts" / "job.yaml").read_text())]
-
-
 @pytest.mark.parametrize("slug", ["My_Experiment", "null", "a-very-long-name-for-an-experiment-with-33_3-words-in-it"])
 @pytest.mark.parametrize("parallelism", ["ddp", "data_parallel"])
 def test_documents_are_valid(bake: Bake, slug: str, parallelism: str) -> None:
-    for document in read(bake(cluster="kubernetes", project_slug=slug, parallelism=parallelism)):
+    project = bake(cluster="kubernetes", project_slug=slug, parallelism=parallelism)
+    for document in yaml.safe_load_all((project / "scripts" / "job.yaml").read_text()):
         for version in ("1.29", kubernetes_validate.latest_version()):  # The oldest that job.yaml supports.
             kubernetes_validate.validate(document, version, strict=True)  # No unknown field, and none of another type.
         host = document["metadata"]["name"] + "-99999" * (document["kind"] == "Job")  # Of a pod, at most.
@@ -35,7 +30,8 @@ def test_documents_are_valid(bake: Bake, slug: str, parallelism: str) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
 def test_pods_that_stop_are_replaced_and_a_mistake_ends_the_job(baked: Bake, tmp_path: Path, launcher: str) -> None:
     project = baked(cluster="kubernetes", launcher=launcher)
-    rules = read(project)[-1]["spec"]["podFailurePolicy"]["rules"]
+    *_, job = yaml.safe_load_all((project / "scripts" / "job.yaml").read_text())
+    rules = job["spec"]["podFailurePolicy"]["rules"]
     actions = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
     assert actions == {143: "Ignore", 2: "FailJob"}
     launch(project, *TRAIN, "--data.global_batch_size", "33", code=2)

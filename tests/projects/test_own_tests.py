@@ -18,7 +18,7 @@ RENDERED = [
     {"parallelism": "data_parallel"},
     {"task": "control"},
 ]
-WEEKLY = {"tensor", "model_parallel", "data_parallel"}
+WEEKLY = {"pipeline", "tensor", "model_parallel", "data_parallel"}
 # Targets that do not count, in numbers that differ between samples, so that the weight of a local batch is a tensor.
 RAGGED = {
     ("dataset.py", "return window[:-1], window[1:]"): "targets = window[1:].clone()\n"
