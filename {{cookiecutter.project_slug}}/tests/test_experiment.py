@@ -66,6 +66,11 @@ def test_a_sample_does_not_depend_on_the_others_of_its_batch(model: nn.Module, s
     whole = compute(model, samples, range(SAMPLES))
     halves = [compute(model, samples, half) for half in (range(SAMPLES // 2), range(SAMPLES // 2, SAMPLES))]
     for name, values in whole[1].items():
+        for half in halves:
+            assert half[1][name].shape == (SAMPLES // 2, *values.shape[1:]), (
+                f"Task.metrics returns {name} of shape {tuple(half[1][name].shape)} for {SAMPLES // 2} samples: the "
+                "first dimension, and no other, is the batch; do outputs and targets have the same shape?"
+            )
         parts = torch.cat([half[1][name] for half in halves])
         if values.is_floating_point():
             assert (values - parts).norm() <= TOLERANCE * values.norm(), (
