@@ -1,4 +1,4 @@
-"""job.yaml is valid and its names are, for any answers; and it tells exit codes apart as the launcher gives them."""
+"""job.yaml and its names are valid for any answers, and its rules match the exit codes of the launcher."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ def result(run: Path) -> tuple[Any, Any]:
     return torch.load(newest, weights_only=True)["model"], records
 
 
-def kill(project: Path, folder: Path, nproc: int, kills: int) -> tuple[int, int]:
+def kill(project: Path, folder: Path, nproc: int, kills: int, *words: str) -> tuple[int, int]:
     """Kill a run some times until it ends; returns how often, and how often the result was wrong."""
     whole, run, done = folder / "whole", folder / "killed", 0
     if not whole.exists():
-        assert start(project, whole, nproc).wait() == 0
+        assert start(project, whole, nproc, *words).wait() == 0
     while True:
-        launcher = start(project, run, nproc)
+        launcher = start(project, run, nproc, *words)
         if done < kills:
             time.sleep(random.uniform(2, 9))
             members = family(launcher.pid)
@@ -102,9 +102,7 @@ def main() -> None:
             folder.mkdir()
             nproc, words = (4 if number % 3 == 2 else 2), ("--train.microbatches", "4") * (strategy == "pipeline")
             if done < options.kills:
-                WORDS.extend(words)
-                killed, wrong = kill(project, folder, nproc, 4)
-                del WORDS[len(WORDS) - len(words) :]
+                killed, wrong = kill(project, folder, nproc, 4, *words)
                 done += killed
                 print(f"{strategy} {launcher} {nproc} ranks: {killed} kills, {wrong} wrong; {done} in all", flush=True)
             for _ in range(min(10, options.exits - exits)):

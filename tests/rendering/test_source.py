@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 import tomllib
 from pathlib import Path
 
@@ -61,12 +60,11 @@ def test_a_template_parses_before_it_is_rendered(suffix: str) -> None:
 
 def complete(text: str, suffix: str) -> str:
     """Return a template that is a part of a file as a whole one: of a block, or the items of a list or an object."""
-    text = textwrap.dedent(text)
     if suffix == ".json":  # Which has no comments.
         text = re.sub(r"^ *#::.*::#$", "", text, flags=re.MULTILINE)
-    if text.startswith('"') and suffix == ".json":
+    if text.lstrip().startswith('"') and suffix == ".json":
         return f"{{{text.strip().removesuffix(',')}}}"
-    if text.startswith('"') and suffix == ".toml":
+    if text.lstrip().startswith('"') and suffix == ".toml":
         return f"items = [\n{text}]"
     return f"<part>{text}</part>" if suffix == ".xml" else text
 
@@ -75,7 +73,7 @@ def test_template_code_passes_ruff_before_it_is_rendered(tmp_path: Path) -> None
     """Line length aside, because variables are long, and what a part of a file cannot have."""
     for number, path in enumerate(SOURCES):
         if path.suffix == ".py":
-            (tmp_path / f"part_{number}.py").write_text(textwrap.dedent(path.read_text()))
+            (tmp_path / f"part_{number}.py").write_text(path.read_text())
     rules = re.findall(r"^select = .*$", (TREE / "pyproject.toml").read_text(), re.MULTILINE)[0]
     run(BIN / "ruff", "check", f"--config=lint.{rules}", f"--ignore=E501,{OF_PARTS}", "--isolated", ".", cwd=tmp_path)
 

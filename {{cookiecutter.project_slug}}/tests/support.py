@@ -23,7 +23,9 @@ SMALL = [
     *f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 4".split(),
     *"--optim.min_lr_ratio 0.1 --optim.weight_decay 0.1 --optim.eps 1e-6 --train.clip_grad_norm 0.1".split(),
     *("--optim.lr", "1e-3", "--optim.betas", "[0.8, 0.95]"),
+    #:: filter indent(4, true) ::#
     #:: include "task/" ~ cookiecutter.task ~ "/small.py" ::#
+    #:: endfilter ::#
 ]
 #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/splits.py" ::#
 

@@ -44,7 +44,7 @@ def meet() -> int:
 
 
 def listen(port: int, missing: set[int]) -> str:
-    """Wait for the other machines, and tell them which are missing."""
+    """Wait for the other machines, and send them the numbers of those that are missing."""
     connections, deadline = list[socket.socket](), time.monotonic() + WAIT
     with socket.create_server(("", port)) as server, suppress(TimeoutError):
         while missing:
@@ -58,7 +58,7 @@ def listen(port: int, missing: set[int]) -> str:
 
 
 def connect(host: str, port: int, node_rank: int) -> str:
-    """Tell the first machine which one this is; returns what it says about the others."""
+    """Send the first machine the number of this one; returns its answer, the numbers of missing ones."""
     deadline, found = time.monotonic() + WAIT, ""
     while time.monotonic() < deadline:
         try:

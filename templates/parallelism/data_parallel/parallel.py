@@ -43,12 +43,9 @@ class Parallel:
         self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
         self.copies = nn.DataParallel(self.module)
 
-    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
-        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
-
-        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
-        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
-        """
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/forward_backward.py" ::#
+#:: endfilter ::#
         totals: dict[str, Tensor] = {}
         microbatches = split_batch((inputs, targets), self.microbatches)
         for inputs, targets in microbatches:
@@ -68,7 +65,9 @@ class Parallel:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
+#:: filter indent(4, true) ::#
 #:: include "parallelism/shared/state.py" ::#
+#:: endfilter ::#
 
 
 #:: include "parallelism/shared/blocks.py" ::#

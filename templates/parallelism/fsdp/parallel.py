@@ -61,14 +61,11 @@ class Parallel:
         for block in blocks:  # Once more, because the model may have shared parameters after blocks were sharded.
             refuse_shared(block, seen)
         self.fsdp = shard(self.module)
-        self.allows_unused = config.train.allow_unused
+        self.allow_unused = config.train.allow_unused
 
-    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
-        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
-
-        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
-        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
-        """
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/forward_backward.py" ::#
+#:: endfilter ::#
         totals: dict[str, Tensor] = {}
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
@@ -80,7 +77,7 @@ class Parallel:
             self.scaler.scale(losses["loss"] / weight).backward()
             for name, loss in losses.items():
                 totals[name] = totals.get(name, 0) + loss.detach() / weight / self.dp_size
-        if self.allows_unused:
+        if self.allow_unused:
             self.compare_used()
         return totals
 
@@ -100,7 +97,9 @@ class Parallel:
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+#:: filter indent(4, true) ::#
 #:: include "parallelism/shared/state.py" ::#
+#:: endfilter ::#
 
 
 #:: include "parallelism/shared/ties.py" ::#

@@ -59,14 +59,13 @@ class Parallel:
         )
         self.arrange_buckets()
 
+#:: filter indent(4, true) ::#
 #:: include "parallelism/shared/buckets.py" ::#
+#:: endfilter ::#
 
-    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
-        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
-
-        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
-        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
-        """
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/forward_backward.py" ::#
+#:: endfilter ::#
         totals: dict[str, Tensor] = {}
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
@@ -90,9 +89,11 @@ class Parallel:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
+#:: filter indent(4, true) ::#
 #:: include "parallelism/shared/buffers.py" ::#
 
 #:: include "parallelism/shared/gather.py" ::#
+#:: endfilter ::#
 
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
         """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""

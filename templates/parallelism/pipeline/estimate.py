@@ -1,12 +1,12 @@
-        # The shapes that stages would send each other, from the whole model.
-        from .model import build_model
-        from .parallel import NUMBER, shapes_of, split_batch
-        from .stages import outline_stages
+# The shapes that stages would send each other, from the whole model.
+from .model import build_model
+from .parallel import NUMBER, shapes_of, split_batch
+from .stages import outline_stages
 
-        (x, _), *_ = split_batch(batch, config.train.microbatches)
-        count, parallel.names = len(parallel.owners), ["loss"]
-        forms = parallel.forms.setdefault(shapes_of(x), {0: NUMBER, count: NUMBER})
-        with torch.no_grad(), parallel.autocast():
-            for stage, block in zip(outline_stages(config.model, count)[0], build_model(config.model), strict=True):
-                forms.setdefault(stage, torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=stage > 0))
-                x = block(x)
+(x, _), *_ = split_batch(batch, config.train.microbatches)
+count, parallel.names = len(parallel.owners), ["loss"]
+forms = parallel.forms.setdefault(shapes_of(x), {0: NUMBER, count: NUMBER})
+with torch.no_grad(), parallel.autocast():
+    for stage, block in zip(outline_stages(config.model, count)[0], build_model(config.model), strict=True):
+        forms.setdefault(stage, torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=stage > 0))
+        x = block(x)

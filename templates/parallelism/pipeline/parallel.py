@@ -76,12 +76,9 @@ class Parallel:
                 empty = Stage(self.autocast, is_last=stage == self.last)
                 self.stages.setdefault(stage, empty).blocks.append(block)
 
-    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
-        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
-
-        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
-        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
-        """
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/forward_backward.py" ::#
+#:: endfilter ::#
         torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
         batches = split_batch((inputs, targets), self.microbatches)
         if shapes_of(batches[0][0]) != self.shapes:
@@ -176,7 +173,9 @@ class Parallel:
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
+#:: filter indent(4, true) ::#
 #:: include "parallelism/shared/buffers.py" ::#
+#:: endfilter ::#
 
     def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
         """Return the weights of the whole model, and the optimizer's state of each parameter, on rank 0's CPU."""

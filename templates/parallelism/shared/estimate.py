@@ -30,7 +30,11 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
     """Print what a rank needs, and whether that fits into ``memory`` GiB."""
     config.train.compile = False  # Compiled blocks need about as much.
     ranks, peaks = range(1), list[float]()  # No rank needs more.
-    #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/ranks.py" ignore missing ::#
+    #:: if fact("by_stage") ::#
+    #:: filter indent(4, true) ::#
+    #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/ranks.py" ::#
+    #:: endfilter ::#
+    #:: endif ::#
     print(f"{'GiB':9}", *(f"{name:>11}" for name in COLUMNS))
     for rank in ranks:
         sizes = [size / GIB for size in simulate(config, world_size, rank)]
@@ -81,7 +85,11 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         parallel = Parallel(task, config, process)
         samples = collate_fn([train_set[0]] * (config.data.global_batch_size // parallel.dp_size))
         batch = tree_map_only(Tensor, lambda part: torch.empty(part.shape, dtype=part.dtype), samples)
-        #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/estimate.py" ignore missing ::#
+        #:: if fact("by_stage") ::#
+        #:: filter indent(8, true) ::#
+        #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/estimate.py" ::#
+        #:: endfilter ::#
+        #:: endif ::#
         optimizer, parameters = build_optimizer(parallel.module, config.optim), [*parallel.module.parameters()]
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.requires_grad else None

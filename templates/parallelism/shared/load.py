@@ -1,8 +1,8 @@
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
-        options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        dsd.set_model_state_dict(self.module, model, options=options)
-        if optimizer:
-            groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]
-            whole = {"state": state or {}, "param_groups": groups}
-            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)
+def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+    """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
+    options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dsd.set_model_state_dict(self.module, model, options=options)
+    if optimizer:
+        groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]
+        whole = {"state": state or {}, "param_groups": groups}
+        dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)

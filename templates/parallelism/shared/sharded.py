@@ -7,7 +7,6 @@ that you trust: unlike a full checkpoint, it is read with pickle, and has no che
 import json
 import os
 import shutil
-import sys
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -81,14 +80,11 @@ class Checkpointer(checkpoint.Checkpointer):
         self.process.on_main(lambda: lock(Path(self.config.run.dir)))
         try:
             return self.load_shards(newest)
-        except dcp.CheckpointException as error:
-            reason = f"{newest} is not a readable checkpoint; it is now {newest.name}.damaged"
-            self.process.on_main(lambda: newest.rename(f"{newest}.damaged") and None)
-            if not self.process.on_main(lambda: list_checkpoints(self.folder)):
-                raise UserError(f"{reason}; start again") from error  # Some weights may have been replaced.
-            if self.process.rank == 0:
-                print(reason, file=sys.stderr)
-            return self.restore()
+        except dcp.CheckpointException:  # Rank 0 sets it aside, and reads an older one.
+            progress, changes = super().restore()
+            if not progress.step:  # There is none, and some initial values may have been replaced.
+                raise UserError(f"{newest} is damaged, and there is no older checkpoint; start again") from None
+            return progress, changes
 
     def load_shards(self, folder: Path) -> tuple[Progress, list[str]]:
         """Load this rank's part of a sharded checkpoint."""

@@ -1,1 +1,3 @@
-    #:: include "parallelism/shared/format.py" ::#
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/format.py" ::#
+#:: endfilter ::#

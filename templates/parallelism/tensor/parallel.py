@@ -81,12 +81,9 @@ class Parallel:
             if is_sharded:
                 original.data = original.new_empty(0)  # Kept to recognize it.
 
-    def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
-        """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
-
-        ``weight`` is what the losses of a local batch are divided by, on average over the ranks. Returns the losses by
-        name: detached scalars on the device, whose sum over the ranks is the mean over the global batch.
-        """
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/forward_backward.py" ::#
+#:: endfilter ::#
         totals: dict[str, Tensor] = {}
         for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):
             # The ranks of a group draw the same random numbers: dropout is the same where activations are, and drops
@@ -167,7 +164,9 @@ class Parallel:
             gradient.mul_(scale)
         return norm
 
+#:: filter indent(4, true) ::#
 #:: include "parallelism/shared/state.py" ::#
+#:: endfilter ::#
 
 
 #:: include "parallelism/shared/blocks.py" ::#

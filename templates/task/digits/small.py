@@ -1,1 +1,1 @@
-    *"--data.global_batch_size 128 --model.width 16 --model.depth 2".split(),
+*"--data.global_batch_size 128 --model.width 16 --model.depth 2".split(),

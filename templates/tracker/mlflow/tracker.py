@@ -28,9 +28,9 @@ class Tracker:
                 mlflow.set_experiment(name)
             except mlflow.MlflowException as error:
                 raise UserError(f"MLflow cannot start: {error}; MLFLOW_TRACKING_URI is optional") from None
-        found: Any = mlflow.search_runs(filter_string=f"tags.id = '{path.read_text()}'", output_format="list")
-        tags, run_id = {"id": path.read_text()}, found[0].info.run_id if found else None
-        run = mlflow.start_run(run_id, run_name=run_dir.name, tags=tags)
+        tags = {"id": path.read_text()}
+        found: Any = mlflow.search_runs(filter_string=f"tags.id = '{tags['id']}'", output_format="list")
+        run = mlflow.start_run(found[0].info.run_id if found else None, run_name=run_dir.name, tags=tags)
         self.known, self.has_failed = run.data.metrics, False
         pairs = [(f"{section}.{key}", value) for section, part in settings.items() for key, value in part.items()]
         mlflow.log_params({key: value for key, value in pairs if key not in run.data.params})
@@ -49,11 +49,7 @@ class Tracker:
         """Note that the run has ended."""
         self.attempt(mlflow.end_run)
 
-    def attempt(self, action: Any) -> None:
-        """Send something, unless that has failed before."""
-        try:
-            if not self.has_failed:
-                action()
-        except Exception as error:
-            self.has_failed = True
-            print(f"warning: MLflow has failed ({error!r}); the next start sends what it lacks", file=sys.stderr)
+    #:: set service = "MLflow" ::#
+    #:: filter indent(4, true) ::#
+    #:: include "tracker/shared/attempt.py" ::#
+    #:: endfilter ::#

@@ -50,11 +50,7 @@ class Tracker:
         """Wait until everything is sent."""
         self.attempt(self.run.finish)
 
-    def attempt(self, action: Any) -> None:
-        """Send something, unless that has failed before, for example because a stop signal has ended W&B's process."""
-        try:
-            if not self.has_failed:
-                action()
-        except Exception as error:
-            self.has_failed = True
-            print(f"warning: W&B has failed ({error!r}); the next start sends what it lacks", file=sys.stderr)
+    #:: set service = "W&B" ::#
+    #:: filter indent(4, true) ::#
+    #:: include "tracker/shared/attempt.py" ::#
+    #:: endfilter ::#

@@ -51,7 +51,9 @@ class Evaluator:
         return process.on_main(lambda: {"num_samples": self.length, **self.aggregate(parts)})
 
     #:: if fact("loop") ::#
+    #:: filter indent(4, true) ::#
     #:: include fact("loop") ~ "/measure.py" ::#
+    #:: endfilter ::#
     #:: else ::#
     @torch.no_grad()
     def measure(self) -> dict[str, np.ndarray]:

@@ -64,7 +64,9 @@ class Trainer:
         return stopped
 
     #:: if fact("loop") ::#
+    #:: filter indent(4, true) ::#
     #:: include fact("loop") ~ "/step.py" ::#
+    #:: endfilter ::#
     #:: else ::#
     def step(self, inputs: Any, targets: Any) -> None:
         """Take one optimizer step with this rank's local batch, without waiting for the device."""
@@ -110,7 +112,7 @@ class Trainer:
 
     def check_gradients(self) -> None:
         """Reject parameters that the loss does not depend on."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         if not self.config.train.allow_unused and any(p.grad is None for p in parameters):
             named = self.parallel.module.named_parameters()
             names = ", ".join([name for name, p in named if p.requires_grad and p.grad is None][:5])
@@ -147,7 +149,7 @@ class Trainer:
             finite &= norms.isfinite()
         if not finite.all():
             first = int(finite.int().argmin())
-            self.checkpointer.finish()
+            self.checkpointer.finish()  # It was finite.
             raise UserError(
                 f"step {step - len(norms) + 1 + first} has losses of {losses[first].tolist()} and a gradient norm of "
                 f"{norms[first]}; lower optim.lr or look at the data, then resume from step {self.saved_step}"
