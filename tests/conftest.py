@@ -87,6 +87,15 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
     return render_once
 
 
+def edit(project: Path, changes: dict[tuple[str, str], str]) -> None:
+    """Change a line in files of the package; {(file, text in it): text in its place}."""
+    for (name, before), after in changes.items():
+        file = next((project / "src").iterdir()) / name
+        text = file.read_text()
+        assert text.count(before) == 1, (name, before)
+        file.write_text(text.replace(before, after))
+
+
 def read_tree(project: Path) -> dict[str, bytes]:
     """Return the content of every file of a project, by its path."""
     return {str(p.relative_to(project)): p.read_bytes() for p in sorted(project.rglob("*")) if p.is_file()}

@@ -21,10 +21,10 @@ import torch
 from cookiecutter.main import cookiecutter
 
 TEMPLATE = Path(__file__).parents[2]
-STEPS = 40
+STEPS = 400
 WORDS = [
     *f"train --data.global_batch_size 64 --model.width 8 --model.depth 1 --train.max_steps {STEPS}".split(),
-    *"--train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 3 --distributed.device cpu".split(),
+    *"--train.log_every 1 --train.eval_every 20 --checkpoint.every_steps 3 --distributed.device cpu".split(),
 ]
 STRATEGIES = ("ddp", "fsdp", "model_parallel", "pipeline", "tensor")
 
@@ -55,6 +55,17 @@ def result(run: Path) -> tuple[Any, Any]:
     return torch.load(newest, weights_only=True)["model"], records
 
 
+def wait(launcher: subprocess.Popen[bytes], records: Path) -> None:
+    """Wait for a moment of the start, or until some more records are written."""
+    if random.random() < 0.3:
+        return time.sleep(random.uniform(0, 6))
+    size = records.stat().st_size if records.exists() else 0
+    target = size + random.randrange(1, 10_000)  # Up to 60 records.
+    while launcher.poll() is None and not (records.exists() and records.stat().st_size >= target):
+        time.sleep(0.001)
+    time.sleep(random.uniform(0, 0.05))
+
+
 def kill(project: Path, folder: Path, nproc: int, kills: int, *words: str) -> tuple[int, int]:
     """Kill a run some times until it ends; returns how often, and how often the result was wrong."""
     whole, run, done = folder / "whole", folder / "killed", 0
@@ -63,7 +74,7 @@ def kill(project: Path, folder: Path, nproc: int, kills: int, *words: str) -> tu
     while True:
         launcher = start(project, run, nproc, *words)
         if done < kills:
-            time.sleep(random.uniform(2, 9))
+            wait(launcher, run / "metrics.jsonl")
             members = family(launcher.pid)
             targets = random.choice([members, members[:1], members[-1:]])
             if launcher.poll() is None:
@@ -102,7 +113,7 @@ def main() -> None:
             folder.mkdir()
             nproc, words = (4 if number % 3 == 2 else 2), ("--train.microbatches", "4") * (strategy == "pipeline")
             if done < options.kills:
-                killed, wrong = kill(project, folder, nproc, 4, *words)
+                killed, wrong = kill(project, folder, nproc, 8, *words)
                 done += killed
                 print(f"{strategy} {launcher} {nproc} ranks: {killed} kills, {wrong} wrong; {done} in all", flush=True)
             for _ in range(min(10, options.exits - exits)):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from conftest import BIN, Bake, run
+from conftest import BIN, Bake, edit, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -34,16 +32,16 @@ LEAK = {
         "self.position.weight[: inputs.shape[1]]",
     ): "self.position.weight[: inputs.shape[1]] * (1 + inputs.sum() / 1e6)"
 }
+# A split of one's own, which is another one at each start.
+SPLIT = {
+    ("dataset.py", "import random\n"): "import random\nimport secrets\n",
+    (
+        "dataset.py",
+        "self.images = torch.from_numpy(np.pad(images.astype(np.float32) / 16, margin))",
+    ): "order = np.random.default_rng(secrets.randbits(32)).permutation(len(images))\n"
+    "        self.images = torch.from_numpy(np.pad(images[order].astype(np.float32) / 16, margin))",
+}
 MEAN = {("task.py", 'reduction="sum")'): 'reduction="mean")'}
-
-
-def edit(project: Path, changes: dict[tuple[str, str], str]) -> None:
-    """Change a line in files of the package."""
-    for (name, before), after in changes.items():
-        file = next((project / "src").iterdir()) / name
-        text = file.read_text()
-        assert text.count(before) == 1, (name, before)
-        file.write_text(text.replace(before, after))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +71,9 @@ def test_a_loss_of_ragged_weight_does_not_depend_on_the_split(bake: Bake, parall
         ("digits", BATCH_NORM, "depends on the other samples of its batch"),
         ("language", LEAK, "depends on the other samples of its batch"),
         ("digits", MEAN, "return sums from Task.losses"),
+        ("digits", SPLIT, "returns other samples when it is called again"),
     ],
-    ids=["batch statistics behind a layer that starts at zero", "padding that leaks", "a mean in place of a sum"],
+    ids=["batch statistics behind a layer that starts at zero", "padding that leaks", "a mean for a sum", "a split"],
 )
 def test_what_makes_a_result_depend_on_the_split_is_named(
     bake: Bake, task: str, changes: dict[tuple[str, str], str], reason: str

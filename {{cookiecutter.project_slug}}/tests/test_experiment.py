@@ -40,6 +40,12 @@ def model() -> nn.Module:
 #:: if fact("loop") ::#
 #:: include fact("loop") ~ "/compute.py" ::#
 #:: else ::#
+def read(samples: Any, indices: Any) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    batch = module("dataset").collate_fn(plain.read(samples, 7, 3, indices))
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
 def compute(model: nn.Module, samples: Any, indices: range) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the losses and the weight of a batch, and the metrics of its samples."""
     task = module("task").Task(settings(), torch.device("cpu"))
@@ -51,34 +57,46 @@ def compute(model: nn.Module, samples: Any, indices: range) -> tuple[dict[str, T
 
 
 def test_a_sample_is_a_function_of_seed_epoch_and_index(samples: Any) -> None:
-    first = [[leaf.clone() for leaf in tree_leaves(plain.read(samples, 7, 3, [i]))] for i in range(SAMPLES)]
+    first = [read(samples, [i]) for i in range(SAMPLES)]
     for i in reversed(range(SAMPLES)):
-        for ours, theirs in zip(tree_leaves(plain.read(samples, 7, 3, [i])), first[i], strict=True):
+        for ours, theirs in zip(read(samples, [i]), first[i], strict=True):
             assert torch.equal(ours, theirs), (
                 "a sample differs when it is read again: it depends on a counter, the time, a generator of its own or "
                 "the samples read before; draw from random, numpy.random or torch, which are seeded for each sample"
             )
+
+
+def test_the_datasets_are_a_function_of_the_seed() -> None:
+    config, drawn = settings(), list[Any]()
+    for _ in range(2):
+        plain.seed_everything(config.run.seed)
+        drawn.append([leaf for each in module("dataset").build_datasets(config) for leaf in read(each, range(SAMPLES))])
+    for ours, theirs in zip(*drawn, strict=True):
+        assert torch.equal(ours, theirs), (
+            "build_datasets returns other samples when it is called again, so each rank and each start has its own; "
+            "split with random, numpy.random or torch, which are seeded, or with a generator of a fixed seed"
+        )
 #:: endif ::#
 
 
 @torch.no_grad()
 def test_a_sample_does_not_depend_on_the_others_of_its_batch(model: nn.Module, samples: Any) -> None:
     whole = compute(model, samples, range(SAMPLES))
-    halves = [compute(model, samples, half) for half in (range(SAMPLES // 2), range(SAMPLES // 2, SAMPLES))]
+    singles = [compute(model, samples, range(i, i + 1)) for i in range(SAMPLES)]
     for name, values in whole[1].items():
-        for half in halves:
-            assert half[1][name].shape == (SAMPLES // 2, *values.shape[1:]), (
-                f"Task.metrics returns {name} of shape {tuple(half[1][name].shape)} for {SAMPLES // 2} samples: the "
-                "first dimension, and no other, is the batch; do outputs and targets have the same shape?"
+        for single in singles:
+            assert single[1][name].shape == (1, *values.shape[1:]), (
+                f"Task.metrics returns {name} of shape {tuple(single[1][name].shape)} for 1 sample: the first "
+                "dimension, and no other, is the batch; do outputs and targets have the same shape?"
             )
-        parts = torch.cat([half[1][name] for half in halves])
+        parts = torch.cat([single[1][name] for single in singles])
         if values.is_floating_point():
             assert (values - parts).norm() <= TOLERANCE * values.norm(), (
                 f"{name} of a sample depends on the other samples of its batch, through BatchNorm's statistics or the "
                 "padding; normalize each sample by itself, and mask what is padded"
             )
     for name, value in whole[0].items():
-        assert float(sum(half[0][name] for half in halves)) == pytest.approx(float(value), rel=TOLERANCE), (
+        assert float(sum(single[0][name] for single in singles)) == pytest.approx(float(value), rel=TOLERANCE), (
             f"{name} of a batch is not the sum over its samples: return sums from Task.losses, not means, and from "
             "Task.weight what they are divided by"
         )

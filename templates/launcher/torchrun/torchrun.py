@@ -1,6 +1,7 @@
 """torchrun, whose log ends with what the ranks print: without its own messages, traceback and temporary folder."""
 
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -11,6 +12,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 logging.disable()
+os.environ["LAUNCHER_PID"] = str(os.getpid())
+# What a rank that fails leaves to clean up, and a hint that the rank gives in its own words.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error")
 with tempfile.TemporaryDirectory() as folder:
     try:
         run(parse_args([f"--log-dir={folder}", *sys.argv[1:]]))

@@ -68,7 +68,7 @@ class Parallel:
 
         def wrap(block: nn.Module) -> nn.Module:
             is_own = self.owners[next(numbers)] == self.position
-            return prepare_block(block.to(self.device), config) if is_own else block.to("meta")
+            return prepare_block(block, config).to(self.device if is_own else "meta")
 
         for stage, (name, block) in zip(stages, build_model(config.model, wrap).named_children(), strict=True):
             if self.owners[stage] == self.position:

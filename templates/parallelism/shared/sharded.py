@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.tensor import DTensor
 
 from . import checkpoint
-from .checkpoint import Progress, list_checkpoints, lock
+from .checkpoint import list_checkpoints, lock
 from .config import Config, UserError
 from .distributed import Process
 
@@ -33,8 +33,8 @@ class Checkpointer(checkpoint.Checkpointer):
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # Its messages never mix with those of training.
         self.pending: Any = None
 
-    def save(self, progress: Progress) -> None:
-        """Save the run as it is after ``progress.step`` steps; a sharded checkpoint is written in the background."""
+    def save(self, progress: dict[str, int]) -> None:
+        """Save the run as it is now; a sharded checkpoint is written in the background."""
         if self.config.checkpoint.format == "full":
             return super().save(progress)
         self.finish()
@@ -42,8 +42,8 @@ class Checkpointer(checkpoint.Checkpointer):
         parameters = self.parallel.module.named_parameters()
         local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters}
         if bad := max(self.process.all_gather([name for name, part in local.items() if not part.isfinite().all()])):
-            raise UserError(f"{bad[0]} is not finite after step {progress.step}, which is not saved")
-        self.final = self.folder / f"step-{progress.step:08d}.dcp"
+            raise UserError(f"{bad[0]} is not finite after step {progress['step']}, which is not saved")
+        self.final = self.folder / f"step-{progress['step']:08d}.dcp"
         self.partial = self.final.with_suffix(".dcp.tmp")
         for path in (self.final, self.partial):  # Of an earlier start.
             self.process.on_main(partial(shutil.rmtree, path, ignore_errors=True))
@@ -72,7 +72,7 @@ class Checkpointer(checkpoint.Checkpointer):
                 raise UserError(f"{self.partial} could not be written; is the disk full? {error}") from None
             self.process.on_main(lambda: self.publish(self.partial, self.final, pending))
 
-    def restore(self) -> tuple[Progress, list[str]]:
+    def restore(self) -> tuple[int, list[str]]:
         """Load what the run starts from; of a sharded checkpoint, each rank reads its own part."""
         newest = self.process.on_main(lambda: [Path(), *list_checkpoints(self.folder)][-1])
         if newest.suffix != ".dcp" or self.config.checkpoint.resume == "never":
@@ -81,12 +81,12 @@ class Checkpointer(checkpoint.Checkpointer):
         try:
             return self.load_shards(newest)
         except dcp.CheckpointException:  # Rank 0 sets it aside, and reads an older one.
-            progress, changes = super().restore()
-            if not progress.step:  # There is none, and some initial values may have been replaced.
+            steps, changes = super().restore()
+            if not steps:  # There is none, and some initial values may have been replaced.
                 raise UserError(f"{newest} is damaged, and there is no older checkpoint; start again") from None
-            return progress, changes
+            return steps, changes
 
-    def load_shards(self, folder: Path) -> tuple[Progress, list[str]]:
+    def load_shards(self, folder: Path) -> tuple[int, list[str]]:
         """Load this rank's part of a sharded checkpoint."""
         content: dict[str, Any] = {"header": ""}
         dcp.load(content, checkpoint_id=folder, process_group=self.group)  # Before a part that may not fit the model.
@@ -97,4 +97,4 @@ class Checkpointer(checkpoint.Checkpointer):
         dsd.set_model_state_dict(module, content["model"])
         groups = dsd.get_optimizer_state_dict(module, self.optimizer)["param_groups"]  # Those of the settings.
         dsd.set_optimizer_state_dict(module, self.optimizer, content["optimizer"] | {"param_groups": groups})
-        return Progress(**header["progress"]), changes
+        return header["progress"]["step"], changes

@@ -3,14 +3,14 @@ def step(self, inputs: Any, targets: Any) -> None:
 
     The weights are updated several times; the record has the means of these updates' losses and gradient norms.
     """
-    progress, parallel = self.progress, self.parallel
-    seed = derive_seed(self.config.run.seed, "step", progress.step, parallel.dp_rank)  # Of dropout, for example.
+    parallel = self.parallel
+    seed = derive_seed(self.config.run.seed, "step", self.steps, parallel.dp_rank)  # Of dropout, for example.
     seed_everything(seed, self.process.device)
-    batches = self.task.learn(parallel.predict, inputs, progress.step, self.process)
+    batches = self.task.learn(parallel.predict, inputs, self.steps, self.process)
     updates = [self.update(*batch) for batch in batches]
     losses = {name: torch.stack([each[name] for each, _ in updates]).mean() for name in updates[0][0]}
     self.recent.append((losses, torch.stack([norm for _, norm in updates]).mean()))
-    progress.step, progress.epoch = progress.step + 1, progress.epoch + 1
+    self.steps += 1
 
 def update(self, inputs: Any, targets: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Update the weights with a local batch; returns the losses and the norm of the gradient, on the device."""

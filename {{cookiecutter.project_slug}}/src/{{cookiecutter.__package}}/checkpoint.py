@@ -16,12 +16,12 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -29,46 +29,36 @@ from .config import Config, UserError
 from .distributed import Process
 
 
-@dataclass
-class Progress:
-    """How far a run has come."""
-
-    step: int = 0  # Optimizer steps done.
-    epoch: int = 0  # Passes over the training set done.
-    samples: int = 0  # Samples of the current epoch consumed, over all ranks.
-
-
 class Checkpointer:
     """Saves and restores one run; ``save`` and ``restore`` are collectives."""
 
     def __init__(self, parallel: Any, optimizer: Any, lengths: list[int], config: Config, process: Process) -> None:
         self.parallel, self.optimizer, self.config, self.process = parallel, optimizer, config, process
-        self.folder, self.was_read_back = Path(config.run.dir) / "checkpoints", False
+        self.folder = Path(config.run.dir) / "checkpoints"
         digests = process.on_main(lambda: {f"content of {k}": digest(Path(v)) for k, v in config.files().items()})
         # All that a resumed run has to agree with; the files of the dataset by their content.
         self.settings = asdict(config) | {"content": {"number of samples": lengths, **digests}}
 
-    def save(self, progress: Progress) -> None:
-        """Save the run as it is after ``progress.step`` steps."""
+    def save(self, progress: dict[str, int]) -> None:
+        """Save the run as it is after some ``step``, at some ``epoch`` and number of its ``samples``."""
         self.parallel.average_buffers()
         model, state = self.parallel.full_state_dict(self.optimizer)
         content = {"model": model, "optimizer": {"state": state}, **self.header(progress)}
-        self.process.on_main(lambda: self.write(content, progress.step))
+        self.process.on_main(lambda: self.write(content, progress["step"]))
 
-    def header(self, progress: Progress) -> dict[str, Any]:
+    def header(self, progress: dict[str, int]) -> dict[str, Any]:
         """Return the part of a checkpoint that all ranks hold."""
-        return {"progress": asdict(progress), "config": self.settings, "scaler": self.parallel.scaler.state_dict()}
+        return {"progress": progress, "config": self.settings, "scaler": self.parallel.scaler.state_dict()}
 
     def write(self, content: dict[str, Any], step: int) -> None:
-        """Write a checkpoint; the first one of this start is read back, as a check that it can be."""
+        """Write a checkpoint; the first one of a run is read back, as a check that it can be."""
         for name in content["optimizer"]["state"]:  # Not buffers: a mask may hold inf.
             if not content["model"][name].isfinite().all():
                 raise UserError(f"{name} is not finite after step {step}, which is not saved")
         path = self.folder / f"step-{step:08d}.pt"
         write_atomically(path, lambda file: torch.save(content, file))
-        if not self.was_read_back:
+        if list_checkpoints(self.folder) == [path]:
             read(path)
-            self.was_read_back = True
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -79,18 +69,20 @@ class Checkpointer:
             if path.stem != f"step-{best_step:08d}":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def restore(self) -> tuple[Progress, list[str]]:
-        """Load what the run starts from; returns how far it had come, and the settings that have changed since then."""
+    def restore(self) -> tuple[int, list[str]]:
+        """Load what the run starts from; returns how many steps that had, and the settings that have changed since."""
         content, header = read_on_main(self.read_start, self.process)
         model, scaler = content.get("model", {}), self.parallel.scaler
         if "progress" not in header:
+            if (resume := self.config.checkpoint.resume) not in ("auto", "never"):
+                raise UserError(f"checkpoint.resume is {resume}, which is of no run; give its weights as model.weights")
             if self.config.model.weights is not None:
                 self.parallel.load_full_state_dict(model)
-            return Progress(), []
+            return 0, []
         changes = self.compare(header["config"])
         self.parallel.load_full_state_dict(model, self.optimizer, content.get("optimizer", {}).get("state"))
         scaler.load_state_dict(header["scaler"] or scaler.state_dict())
-        return Progress(**header["progress"]), changes
+        return header["progress"]["step"], changes
 
     def compare(self, saved: dict[str, Any]) -> list[str]:
         """Return which settings changed; rejects another model or dataset, and what decides which samples are left."""
@@ -109,6 +101,8 @@ class Checkpointer:
     def read_start(self) -> dict[str, Any]:
         """Return the newest checkpoint that can be read, else that of ``checkpoint.resume``, else ``model.weights``."""
         lock(Path(self.config.run.dir))
+        if self.folder.is_symlink() and not self.folder.exists():
+            raise UserError(f"{self.folder} is a link to {self.folder.readlink()}, which is not there; mount it")
         resume, found = self.config.checkpoint.resume, list_checkpoints(self.folder)
         if found and resume == "never":
             raise UserError(f"checkpoint.resume is never, but there is {found[-1]}; give another run.dir")
@@ -155,7 +149,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError:  # A disk that fails is no damaged file.
         raise
     except (Exception, CheckpointException) as error:  # The latter is no Exception.
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0] or type(error).__name__
         raise UserError(f"{path} is not a readable checkpoint: {reason}") from None
 
 
@@ -171,7 +165,8 @@ def read_weights(path: Path) -> dict[str, Any]:
 def export(path: Path, output: Path) -> None:
     """Write the weights of a checkpoint as a .safetensors file."""
     weights = read(path)["model"]
-    save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}, output)
+    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
+    write_atomically(output, lambda file: file.write(save(weights)))
 
 
 def digest(path: Path) -> str:

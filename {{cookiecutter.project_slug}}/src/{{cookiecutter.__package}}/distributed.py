@@ -65,6 +65,8 @@ def setup(config: Config) -> Process:
     if sys.platform == "linux" and "LOCAL_RANK" in os.environ:
         # End with the launcher, even if that is killed: a rank that remains would keep its GPU and its files.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.environ.get("LAUNCHER_PID") not in (None, str(os.getppid())):
+            exit_now(1)  # It was killed before.
     settings = config.distributed
     count = getattr(config.parallel, "devices", 1)  # Several under model parallelism.
     device = choose_device(settings.device, settings.backend, count)
@@ -185,7 +187,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
     if waited and (failed or silent):
         reason = "; ".join(failed) or f"no report from rank(s) {silent}, which died, hang or are late ({text[:200]})"
         print(f"error: rank {process.rank} waited in vain: {reason}", file=sys.stderr)
-    elif process.rank and reports.get(0) == text:
+    elif process.rank and reports.get(0, "")[:60] == text[:60]:
         exit_now(code)
     elif code == 2:
         print(f"error: {text.removeprefix('UserError: ')[:2000]}", file=sys.stderr)

@@ -26,9 +26,11 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
     if len(set(lengths)) > 1:
         raise UserError(f"the ranks' datasets have different lengths, {lengths}; give each machine the same files")
     task = Task(config, process.device)
-    for module in vars(task).values():
-        if isinstance(module, nn.Module):  # Such as a teacher, which is not trained.
-            module.to(process.device).eval().requires_grad_(False)
+    for name, part in vars(task).items():
+        if isinstance(part, nn.Parameter):
+            raise UserError(f"Task.{name} is a parameter, which nothing would train; let the model have it")
+        if isinstance(part, nn.Module):  # Such as a teacher, which is not trained.
+            part.to(process.device).eval().requires_grad_(False)
     seed_everything(config.run.seed)  # What was drawn so far does not change the model's initial values.
     return task, Parallel(task, config, process), train_set, test_set
 
@@ -64,46 +66,54 @@ class Evaluator:
             outputs = self.parallel.predict(inputs)
             if outputs is not None:
                 for name, values in self.task.metrics(outputs, targets).items():
-                    # A copy: targets are in memory shared with a loader process, a file descriptor for each tensor.
-                    collected.setdefault(name, []).append(values.detach().clone())
+                    if values.dtype == torch.bfloat16:  # Which NumPy lacks.
+                        values = values.float()
+                    # A copy: targets may be in memory shared with a loader process, an open file each.
+                    collected.setdefault(name, []).append(torch.atleast_1d(values.clone()))
         count = self.sampler.count if collected else 0
-        metrics = {name: torch.cat(values)[:count].cpu().numpy() for name, values in collected.items()}
-        return {"index": np.array(self.sampler.indices[:count], dtype=np.int64)} | metrics
+        metrics = {"index": np.array(self.sampler.indices[:count], dtype=np.int64)}
+        for name, batches in collected.items():
+            whole = torch.cat(batches)
+            if len(whole) != self.sampler.padded:
+                raise UserError(f"Task.metrics has to return one value of {name} for each sample")
+            metrics[name] = whole[:count].cpu().numpy()
+        return metrics
     #:: endif ::#
 
     def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split."""
         parts = [part for part in parts if len(part["index"])]
-        index = np.concatenate([part["index"] for part in parts])
-        order = np.argsort(index)
-        if not np.array_equal(index[order], np.arange(self.length)):
-            raise UserError(f"{len(set(index.tolist()))} of {self.length} samples were evaluated, {len(index)} in all")
+        order = np.argsort(np.concatenate([part["index"] for part in parts]))
         merged = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
-        metrics = self.task.aggregate(merged)
+        metrics, best = self.task.aggregate(merged), self.task.best_metric
         if taken := {"event", "step", "split", "num_samples"} & metrics.keys():
-            raise UserError(f"Task.aggregate returns {taken}, names of other parts of a record; rename them")
-        try:  # Numbers of NumPy and PyTorch become built-in ones, and those that are not finite null.
-            text = json.dumps(metrics, default=lambda value: value.tolist())
-        except (AttributeError, ValueError) as error:
-            raise UserError(f"Task.aggregate returns what is no number, text or list of them: {error}") from None
-        return dict(json.loads(text, parse_constant=lambda _: None))
+            raise UserError(f"Task.aggregate returns {taken}, which a record has anyway; rename them")
+        for name, value in metrics.items():
+            try:  # Numbers of NumPy and PyTorch become built-in ones, and those that are not finite null.
+                text = json.dumps(value, default=lambda part: part.tolist())
+            except (AttributeError, TypeError, ValueError) as error:
+                raise UserError(f"Task.aggregate returns {name}, which is no number or text: {error}") from None
+            metrics[name] = json.loads(text, parse_constant=lambda _: None)
+        if not isinstance(metrics.get(best, ""), int | float | None):
+            raise UserError(f"Task.aggregate returns no number as {best!r}, which is best_metric")
+        return metrics
 
 
 def load_experiment(path: str, config: Config, given: set[str], process: Process) -> tuple[Task, Parallel, Any, int]:
-    """Return the task, the model and the test set of a checkpoint, and its step.
-
-    The settings of model and dataset are those of the checkpoint, except those that are ``given`` on the command line.
-    """
+    """Return task, model, test set and step of a checkpoint, whose own settings count unless others are ``given``."""
     content, header = read_on_main(lambda: read(Path(path)), process)
     if "config" not in header:
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")
-    for section in ("model", "dataset"):
-        settings, saved = getattr(config, section), header["config"][section]
-        for name in vars(settings).keys() & saved.keys():
-            if f"{section}.{name}" not in given:
-                setattr(settings, name, saved[name])
-            elif process.rank == 0 and getattr(settings, name) != saved[name]:
-                print(f"{section}.{name}: {getattr(settings, name)} instead of {saved[name]}", file=sys.stderr)
+    for section, settings in vars(config).items():
+        for name, value in header["config"].get(section, {}).items():
+            decides = section in ("model", "dataset") or name in ("seed", "precision")
+            if not decides or not hasattr(settings, name):
+                continue
+            setting = f"{section}.{name}"
+            if not {section, setting} & given:
+                setattr(settings, name, value)
+            elif process.rank == 0 and getattr(settings, name) != value:
+                print(f"{setting}: {getattr(settings, name)} instead of {value}", file=sys.stderr)
     config.check(process.world_size, trains=False)
     task, parallel, _, test_set = build_experiment(config, process)
     parallel.load_full_state_dict(content.get("model", {}))

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from multiprocessing import parent_process, resource_tracker
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -25,16 +26,20 @@ class TrainSampler(Sampler[Key]):
         if length < global_batch_size:
             raise UserError(f"data.global_batch_size is {global_batch_size}, but the training set has {length} samples")
         self.length, self.dp_rank, self.dp_size, self.seed = length, dp_rank, dp_size, seed
-        self.steps_per_epoch = length // global_batch_size
-        self.end, self.epoch, self.start = self.steps_per_epoch * global_batch_size, 0, 0
+        self.batch, self.steps_per_epoch, self.epoch, self.start = global_batch_size, length // global_batch_size, 0, 0
+
+    def position(self, steps: int) -> tuple[int, int]:
+        """Return the epoch after ``steps`` steps, and how many of its samples, over all ranks, have been consumed."""
+        epoch, steps = divmod(steps, self.steps_per_epoch)
+        return epoch, steps * self.batch
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch, and how many of its samples (over all ranks) have already been consumed."""
+        """Set the epoch, and at which of its samples, over all ranks, it starts."""
         self.epoch, self.start = epoch, start
 
     def __iter__(self) -> Iterator[Key]:
         generator = torch.Generator().manual_seed(self.seed + (self.epoch << 32))
-        order = torch.randperm(self.length, generator=generator)[self.start : self.end]
+        order = torch.randperm(self.length, generator=generator)[self.start : self.steps_per_epoch * self.batch]
         return iter([(self.epoch, index) for index in order[self.dp_rank :: self.dp_size].tolist()])
 
 
@@ -73,6 +78,8 @@ class Loader(DataLoader[Any]):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # A process inherits the mask.
         try:
             return super().__iter__()
+        except (AttributeError, PicklingError, TypeError) as error:  # Such as of a lambda, or of an open file.
+            raise UserError(f"data.num_workers needs a dataset that can be pickled, or 0: {error}") from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 

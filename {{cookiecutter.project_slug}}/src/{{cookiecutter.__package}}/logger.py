@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import yaml
-from tqdm import tqdm
 
 from .checkpoint import write_atomically
 from .config import Config
@@ -37,7 +36,6 @@ class Logger:
         records = drop_records_after(run_dir / "metrics.jsonl", step)
         self.evaluations = {record["step"]: record for record in records if record["event"] == "eval"}
         self.file = open(run_dir / "metrics.jsonl", "a", buffering=1)
-        self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=not sys.stderr.isatty())
         self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
         for change in changes:
             self.print(f"changed: {change}")
@@ -53,7 +51,6 @@ class Logger:
         step, event = record["step"], record["event"]
         numbers = "  ".join(f"{name} {value:.5g}" for name, value in record.items() if isinstance(value, float))
         self.print(f"{event:5}  step {step}/{self.total_steps}  {numbers}")
-        self.bar.update(step - self.bar.n)
         if event == "eval":
             self.evaluations[step] = record
         #:: if cookiecutter.tracker != "none" ::#
@@ -67,18 +64,16 @@ class Logger:
         return min(values, default=(0, 0))[1]
 
     def print(self, text: str) -> None:
-        """Print one line above the progress bar."""
+        """Print one line."""
         if self.is_main:
-            tqdm.write(text)
-            sys.stdout.flush()
+            print(text, flush=True)
+    #:: if cookiecutter.tracker != "none" ::#
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the tracker."""
         if self.is_main:
-            self.bar.close()
-            #:: if cookiecutter.tracker != "none" ::#
             self.tracker.close()
-            #:: endif ::#
+    #:: endif ::#
 
 
 def drop_records_after(path: Path, step: int) -> list[dict[str, Any]]:

@@ -35,32 +35,34 @@ class Trainer:
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
         lengths = [len(train_set), len(test_set)]
         self.checkpointer = Checkpointer(self.parallel, self.optimizer, lengths, config, process)
-        self.progress, changes = self.checkpointer.restore()
-        self.saved_step = self.progress.step
-        self.logger = Logger(config, process, self.progress.step, self.total_steps, changes)
+        self.steps, changes = self.checkpointer.restore()
+        self.saved_step = self.steps
+        self.logger = Logger(config, process, self.steps, self.total_steps, changes)
         self.recent: list[tuple[dict[str, Tensor], Tensor]] = []  # Losses and gradient norms since the last record.
         self.clock = time.perf_counter()
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
-        progress, stopped = self.progress, False
-        was_evaluated = self.process.on_main(lambda: progress.step in self.logger.evaluations)
-        if progress.step and self.evaluates() and not was_evaluated:
+        stopped = False
+        was_evaluated = self.process.on_main(lambda: self.steps in self.logger.evaluations)
+        if self.steps and self.evaluates() and not was_evaluated:
             self.evaluate()  # The run ended between the checkpoint and the evaluation of this step.
         with self.profiler() as profiler:
-            while progress.step < self.total_steps and not stopped:
-                self.sampler.set_epoch(progress.epoch, start=progress.samples)
+            while self.steps < self.total_steps and not stopped:
+                self.sampler.set_epoch(*self.sampler.position(self.steps))
                 for batch in self.loader:
                     self.step(*to_device(batch, self.process.device))
                     if profiler:
                         profiler.step()
                     stopped = self.finish_step()
-                    if stopped or progress.step == self.total_steps:
+                    if stopped or self.steps == self.total_steps:
                         break
         self.checkpointer.finish()
         if stopped:
-            self.logger.print(f"stopped after step {progress.step}; the same command resumes from there")
+            self.logger.print(f"stopped after step {self.steps}; the same command resumes from there")
+        #:: if cookiecutter.tracker != "none" ::#
         self.logger.close()
+        #:: endif ::#
         return stopped
 
     #:: if fact("loop") ::#
@@ -71,16 +73,16 @@ class Trainer:
     def step(self, inputs: Any, targets: Any) -> None:
         """Take one optimizer step with this rank's local batch, without waiting for the device."""
     #:: endif ::#
-        config, progress, parallel = self.config, self.progress, self.parallel
+        config, parallel = self.config, self.parallel
         #:: if not fact("loop") ::#
-        seed = derive_seed(config.run.seed, "step", progress.step, parallel.dp_rank)  # Of dropout, for example.
+        seed = derive_seed(config.run.seed, "step", self.steps, parallel.dp_rank)  # Of dropout, for example.
         seed_everything(seed, self.process.device)
         inputs, targets = self.task.prepare(inputs, targets)
         #:: endif ::#
         losses = parallel.forward_backward(inputs, targets, self.mean_weight(targets))
         self.check_gradients()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(progress.step, self.scheduled_steps, config.optim)
+            group["lr"] = learning_rate(self.steps, self.scheduled_steps, config.optim)
         parallel.scaler.unscale_(self.optimizer)
         norm = parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
         parallel.scaler.step(self.optimizer)
@@ -88,10 +90,7 @@ class Trainer:
         self.optimizer.zero_grad()
         #:: if not fact("loop") ::#
         self.recent.append((losses, norm))
-        progress.step += 1
-        progress.samples += config.data.global_batch_size
-        if progress.samples == self.sampler.end:
-            progress.epoch, progress.samples = progress.epoch + 1, 0
+        self.steps += 1
         #:: else ::#
         return losses, norm
         #:: endif ::#
@@ -104,10 +103,7 @@ class Trainer:
             dist.all_reduce(total)
             return total / self.process.world_size
         if weight < samples or weight % samples:
-            raise UserError(
-                f"Task.weight returns {weight} for {samples} samples; return a number only if it is proportional to "
-                "the number of samples, otherwise a tensor, which is averaged over the ranks"
-            )
+            raise UserError(f"Task.weight is {weight} for {samples} samples; return a multiple of that, or a tensor")
         return weight
 
     def check_gradients(self) -> None:
@@ -115,12 +111,13 @@ class Trainer:
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         if not self.config.train.allow_unused and any(p.grad is None for p in parameters):
             named = self.parallel.module.named_parameters()
-            names = ", ".join([name for name, p in named if p.requires_grad and p.grad is None][:5])
+            unused = [name for name, p in named if p.requires_grad and p.grad is None]
+            names = ", ".join(unused[:5]) or "a parameter that is not the model's"
             raise UserError(f"the loss does not depend on {names}; use or freeze them, or set train.allow_unused")
 
     def finish_step(self) -> bool:
         """Log, save and evaluate if due; returns whether all ranks are to stop."""
-        step, evaluates = self.progress.step, self.evaluates()
+        step, evaluates = self.steps, self.evaluates()
         saves = evaluates or is_due(step, self.config.checkpoint.every_steps)
         logs = saves or is_due(step, self.config.train.log_every)
         stopped = self.stop.agreed(must_check=logs)
@@ -136,14 +133,14 @@ class Trainer:
 
     def evaluates(self) -> bool:
         """Return whether the current step is followed by an evaluation."""
-        return self.progress.step == self.total_steps or is_due(self.progress.step, self.config.train.eval_every)
+        return self.steps == self.total_steps or is_due(self.steps, self.config.train.eval_every)
 
     def log(self) -> None:
         """Log the last step, and reject what was not finite since the last record; only here the loop waits."""
         names, norms = list(self.recent[0][0]), torch.stack([norm for _, norm in self.recent])
         losses = torch.stack([torch.stack(list(each.values())) for each, _ in self.recent])
         dist.all_reduce(losses)
-        step, scaler = self.progress.step, self.parallel.scaler
+        step, scaler = self.steps, self.parallel.scaler
         finite = losses.isfinite().all(dim=1)
         if not scaler.is_enabled() or scaler.get_scale() < 1:  # Else fp16's scaler skips gradients that overflow.
             finite &= norms.isfinite()
@@ -155,7 +152,7 @@ class Trainer:
                 f"{norms[first]}; lower optim.lr or look at the data, then resume from step {self.saved_step}"
             )
         rate = self.config.data.global_batch_size * len(norms) / (time.perf_counter() - self.clock)
-        record: dict[str, Any] = {"event": "train", "step": step, "epoch": self.progress.epoch}
+        record: dict[str, Any] = {"event": "train", "step": step, "epoch": self.sampler.position(step)[0]}
         record |= dict(zip(names, losses[-1].tolist(), strict=True))
         record |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": norms[-1].item()}
         self.logger.log(record | {"samples_per_second": rate} | self.task.throughput(rate))
@@ -164,14 +161,15 @@ class Trainer:
     def evaluate(self) -> None:
         """Evaluate on the test set."""
         metrics = self.evaluator(self.process)
-        self.logger.log({"event": "eval", "step": self.progress.step, "split": "test", **metrics})
+        self.logger.log({"event": "eval", "step": self.steps, "split": "test", **metrics})
         self.clock = time.perf_counter()
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless there is one."""
-        if self.saved_step != self.progress.step:
-            self.checkpointer.save(self.progress)
-            self.saved_step, self.clock = self.progress.step, time.perf_counter()
+        if self.saved_step != self.steps:
+            epoch, samples = self.sampler.position(self.steps)
+            self.checkpointer.save({"step": self.steps, "epoch": epoch, "samples": samples})
+            self.saved_step, self.clock = self.steps, time.perf_counter()
 
     def profiler(self) -> Any:
         """Return a profiler of five steps, or a context that does nothing."""

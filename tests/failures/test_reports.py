@@ -1,0 +1,281 @@
+"""What people reported of other tools: it is right here, or refused in one line before it costs a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path, PurePosixPath
+from shutil import copytree
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+import torch
+from conftest import Bake, edit, find_processes, launch, run, started, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+Changes = dict[tuple[str, str], str]
+SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()
+WORKERS = ["--data.num_workers", "1"]
+# Lines of the default project.
+STEM = ("model.py", "        self.norm = nn.GroupNorm(GROUPS, width)\n")
+FORWARD = ("model.py", "    def forward(self, images: Tensor) -> Tensor:\n")
+LOADED = ("dataset.py", "        self.max_shift = max_shift\n")
+SAMPLE = ("dataset.py", "        row, column = (")
+PAIR = (
+    "dataset.py",
+    "return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]",
+)
+COLLATED = ("dataset.py", "collate_fn = default_collate\n")
+BUILT = ("dataset.py", 'return Digits("train", config.dataset.max_shift), Digits("test")')
+TASK = ("task.py", '        """Load what the losses need, such as a frozen teacher in eval mode on ``device``."""\n')
+METRICS, ACCURACY = ("task.py", 'return {"loss": losses,'), ("task.py", '            "accuracy": correct.mean(),\n')
+
+
+def add(line: tuple[str, str], text: str) -> Changes:
+    """Return an edit that adds something after a line."""
+    return {line: line[1] + text}
+
+
+def refuse(project: Path, *words: str) -> str:
+    """Train with a mistake, which is refused in one line; returns it."""
+    result = launch(project, *SMALL, "--run.dir", "run", *words, code=2)
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
+    return result.stderr
+
+
+def read_records(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    """Return the records of one kind."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["event"] == event]
+
+
+def load(run_dir: Path) -> dict[str, Any]:
+    """Return the newest checkpoint."""
+    content: dict[str, Any] = torch.load(sorted(run_dir.glob("checkpoints/*.pt"))[-1], weights_only=True)
+    return content
+
+
+EXPANDED = add(STEM, "        self.register_buffer('scale', self.norm.weight.detach()[:1].expand(4))\n")
+SHORT = add(STEM, "        self.register_buffer('scale', self.norm.weight.detach().short())\n")
+LAMBDA = add(LOADED, "        self.crop = lambda image: image\n")
+BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "changes", "words", "named"),
+    [
+        ("ddp", add(TASK, "        self.scale = torch.nn.Parameter(torch.ones(1))\n"), [], "Task.scale"),
+        ("ddp", LAMBDA, WORKERS, "data.num_workers"),
+        ("ddp", add(LOADED, "        self.file = open(__file__)\n"), WORKERS, "data.num_workers"),
+        ("ddp", BATCH_NORM, ["--train.activation_checkpointing", "true"], "BatchNorm"),
+        ("fsdp", SHORT, [], "scale of Stem"),
+        *((strategy, EXPANDED, [], "scale of Stem") for strategy in ("tensor", "pipeline")),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_step(
+    bake: Bake, parallelism: str, changes: Changes, words: list[str], named: str
+) -> None:
+    project = bake(parallelism=parallelism)
+    edit(project, changes)
+    assert named in refuse(project, *words)
+    assert not (project / "run" / "metrics.jsonl").exists() or not read_records(project / "run", "train")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (add(ACCURACY, '            "thing": object(),\n'), "thing"),
+        (add(ACCURACY, '            "thing": {np.int64(3): 1},\n'), "thing"),
+        (add(ACCURACY, '            "step": 3,\n'), "step"),
+        ({ACCURACY: ""}, "'accuracy'"),
+        ({ACCURACY: '            "accuracy": correct[:1],\n'}, "'accuracy'"),
+        ({METRICS: 'return {"top": outputs.max(), "loss": losses,'}, "top"),
+        ({METRICS: 'return {"top": outputs.flatten(), "loss": losses,'}, "top"),
+    ],
+)
+def test_a_metric_that_cannot_be_recorded_is_named_at_the_first_evaluation(
+    bake: Bake, changes: Changes, named: str
+) -> None:
+    project = bake()
+    edit(project, changes)
+    assert named in refuse(project, "--train.eval_every", "1").removeprefix("error: step")
+    assert len(read_records(project / "run", "train")) == 1
+
+
+def test_metrics_become_plain_numbers_and_the_checkpoint_can_be_read(bake: Bake) -> None:
+    project = bake()
+    edit(project, {METRICS: 'return {"top": outputs.amax(1).bfloat16(), "loss": losses,'})
+    edit(project, add(ACCURACY, '            "top": metrics["top"].max(),\n            "nan": np.float32("nan"),\n'))
+    edit(project, add(ACCURACY, '            "list": torch.arange(2), "each": {"a": np.int64(4), 3: correct[:2]},\n'))
+    launch(project, *SMALL, "--run.dir", "run", "--train.eval_every", "2")
+    (first, last), saved = read_records(project / "run", "eval"), load(project / "run")
+    assert isinstance(last["top"], float) and last["nan"] is None and last["list"] == [0, 1]
+    assert last["each"] == {"a": 4, "3": last["each"]["3"]} and len(first["each"]["3"]) == 2
+    assert saved["progress"] == {"step": 4, "epoch": 0, "samples": 128}
+
+
+def test_what_evaluates_is_what_trained(bake: Bake) -> None:
+    project = bake(task="language")
+    (project / "mine.txt").write_text("a text of one's own, " * 4000)
+    words = ["--dataset.path", "mine.txt", "--dataset.test_bytes", "20000", "--run.seed", "5"]
+    launch(project, *SMALL, *words, "--train.precision", "bf16", "--run.dir", "run")
+    recorded = read_records(project / "run", "eval")[-1]
+    evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint", "run/checkpoints/step-00000004.pt"]
+    assert json.loads(launch(project, *evaluate).stdout) == recorded
+    for given in (["--dataset.test_bytes", "10000"], ["--dataset", '{"test_bytes": 10000, "path": "mine.txt"}']):
+        result = launch(project, *evaluate, *given)
+        assert json.loads(result.stdout)["num_samples"] < recorded["num_samples"]
+        assert "dataset.test_bytes: 10000 instead of 20000" in result.stderr
+
+
+DRAWN = """torch.utils.data.random_split(Digits("train"), [1000, 437])
+    order = [np.random.permutation(1000).tolist(), list(range(1000))]
+    random.shuffle(order[1])
+    train_set = torch.utils.data.Subset(torch.utils.data.Subset(train_set, order[0]), order[1])
+    return train_set, test_set"""
+
+
+def test_datasets_are_drawn_from_the_seed_in_every_command(bake: Bake) -> None:
+    project = bake()
+    edit(project, {BUILT: "train_set, test_set = " + DRAWN})
+    for nproc in (1, 2):
+        launch(project, *SMALL, "--run.dir", f"run{nproc}", "--run.seed", "5", nproc=nproc)
+    one, two = ([record["loss"] for record in read_records(project / f"run{n}", "train")] for n in (1, 2))
+    assert one == pytest.approx(two, rel=1e-5)
+    evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint", "run1/checkpoints/step-00000004.pt"]
+    evaluated = json.loads(launch(project, *evaluate, nproc=1).stdout)
+    assert evaluated == read_records(project / "run1", "eval")[-1]
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_a_model_is_drawn_from_the_seed_on_every_rank(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism)
+    edit(project, add(STEM, "        self.conv.weight.data *= float(np.random.rand()) + random.random()\n"))
+    edit(
+        project,
+        {
+            (
+                "model.py",
+                "from torch import Tensor, nn\n",
+            ): "import random\nimport numpy as np\nfrom torch import Tensor, nn\n"
+        },
+    )
+    for nproc in (2, 2, 4):
+        launch(
+            project, *SMALL, "--train.microbatches", "4", "--run.dir", f"run{nproc}", "--train.epochs", "1", nproc=nproc
+        )
+
+
+def test_sets_have_the_same_order_on_every_rank_and_start(bake: Bake) -> None:
+    project = bake()
+    order = "self.labels = torch.tensor([[*{str(i) for i in range(10)}].index(str(int(i))) for i in self.labels])"
+    edit(project, add(LOADED, f"        {order}\n"))
+    for nproc in (1, 2):
+        launch(project, *SMALL, "--run.dir", f"run{nproc}", nproc=nproc)
+    one, two = ([record["loss"] for record in read_records(project / f"run{n}", "train")] for n in (1, 2))
+    assert one == pytest.approx(two, rel=1e-5)
+
+
+# A file is opened in the process that reads it; text and negative strides mean something to collate_fn alone.
+LAZY = {SAMPLE: '        self.file = getattr(self, "file", None) or open(__file__)\n' + SAMPLE[1]}
+RAW = {
+    PAIR: "image = self.images[index, None, row : row + 8, column : column + 8].numpy()\n"
+    '        return image[..., ::-1], np.array(["x" * int(self.labels[index])], dtype=object)',
+    COLLATED: "def collate_fn(samples):\n"
+    "    return default_collate([(torch.tensor(image.copy()), torch.tensor(len(x[0]))) for image, x in samples])\n",
+}
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "pipeline"])
+def test_nothing_but_the_loader_and_collate_fn_touches_a_sample(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism)
+    edit(project, LAZY)
+    edit(project, RAW)
+    launch(project, *SMALL, *WORKERS, "--run.dir", "run")
+
+
+def test_an_evaluation_of_many_batches_opens_few_files(bake: Bake) -> None:
+    project = bake()
+    command = ["bash", "-c", 'ulimit -n 120; exec scripts/launch.sh "$@"', "_", *SMALL, *WORKERS, "--run.dir", "run"]
+    run(*command, "--data.eval_batch_size", "1", cwd=project)
+
+
+def test_weights_of_other_programs_load_or_are_named(bake: Bake, tmp_path: Path) -> None:
+    project = bake()
+    launch(project, *SMALL, "--run.dir", "first")
+    model = load(project / "first")["model"]
+    contents = {
+        "own": {"model": model},
+        "wrapped": {"state_dict": model, "epoch": 3},
+        "compiled": {f"_orig_mod.{name}": value for name, value in model.items()},
+        "parallel": {f"module.{name}": value for name, value in model.items()},
+        "other": {f"net.{name}": value for name, value in model.items()},
+        "code": {"model": model, "path": PurePosixPath("x")},
+    }
+    losses = {}
+    for name, content in contents.items():
+        torch.save(content, tmp_path / f"{name}.pt")
+        words = ["--model.weights", str(tmp_path / f"{name}.pt")]
+        if name == "other":
+            assert "net.stem.conv.weight" in refuse(project, *words)
+        elif name == "code":
+            assert "PurePosixPath" in refuse(project, *words)
+        else:
+            launch(project, *SMALL, *words, "--train.max_steps", "1", "--run.dir", name, nproc=1)
+            losses[name] = read_records(project / name, "train")[0]["loss"]
+    assert len(set(losses.values())) == 1 and losses["own"] != read_records(project / "first", "train")[0]["loss"]
+    assert "model.weights" in refuse(project, "--checkpoint.resume", str(tmp_path / "own.pt"))
+
+
+def test_a_link_to_a_folder_that_is_not_mounted_is_no_fresh_start(bake: Bake) -> None:
+    project = bake()
+    (project / "run").mkdir()
+    (project / "run" / "checkpoints").symlink_to("/nowhere/checkpoints")
+    assert "/nowhere/checkpoints" in refuse(project)
+    assert not (project / "run" / "metrics.jsonl").exists()
+
+
+def test_a_folder_with_a_colon_is_refused(bake: Bake, tmp_path: Path) -> None:
+    assert "colon" in refuse(Path(copytree(bake(), tmp_path / "a:b")))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+def test_machines_meet_at_an_ipv6_address(bake: Bake, launcher: str) -> None:
+    project = bake(launcher=launcher)
+    machines = {"NODES": "2", "HEAD": "::1", "PORT": "29655" if launcher == "spawn" else "29654", "NPROC": "1"}
+    command = [project / "scripts" / "launch.sh", *SMALL, "--run.dir", "run"]
+    with started(*command, cwd=project, NODE_RANK="1", **machines):
+        run(*command, cwd=project, NODE_RANK="0", **machines)
+    assert json.loads((project / "run" / "provenance.json").read_text())["world_size"] == 2
+
+
+def test_state_of_ones_own_is_saved_and_restored_on_every_rank(bake: Bake) -> None:
+    project = bake()
+    counter = "        self.calls += 1\n        print('call', self.calls)\n"
+    state = "    def get_extra_state(self):\n        return self.calls\n\n    def set_extra_state(self, state):\n"
+    edit(project, add(STEM, "        self.calls = 0\n"))
+    edit(project, {FORWARD: state + "        self.calls = state\n\n" + FORWARD[1] + counter})
+    launch(project, *SMALL, "--run.dir", "run")  # Four steps; the evaluation comes after the checkpoint.
+    output = launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", "5").stdout
+    assert output.count("call 5") == 2 and "call 4" not in output
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(bake: Bake, launcher: str) -> None:
+    project = bake(launcher=launcher)
+    command = [project / "scripts" / "launch.sh", *SMALL, "--train.max_steps", "40", "--run.dir", "run"]
+    with started(*command, cwd=project, NPROC="2", MARK="launcher-killed-" + launcher) as process:
+        mark = f"MARK=launcher-killed-{launcher}"
+        wait_until(lambda: len(ranks_of(process.pid)) == 2, "two ranks")
+        os.kill(process.pid, SIGKILL)
+        process.wait()
+        wait_until(lambda: not find_processes(mark), "no process is left", seconds=60)
+
+
+def ranks_of(launcher: int) -> list[str]:
+    """Return the child processes of a launcher that are ranks."""
+    command = ["pgrep", "-P", str(launcher), "-f", "--", "-m my_experiment|spawn_main"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
