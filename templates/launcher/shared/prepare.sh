@@ -21,7 +21,7 @@ nproc="${NPROC:-{{ fact("nproc") or fact("ranks") or "$((gpus ? gpus : 2))" }}}"
 # Reports a mistake once, in one line, before any rank starts.
 WORLD_SIZE=$((nodes * nproc)) "$python" -m {{ cookiecutter.__package }} --preflight "$@"
 
-# Ranks share the processors and the order of sets. glibc keeps freed memory: new pages take up to a tenth of a step.
+# Ranks share the processors, and see sets in one order. glibc keeps freed memory: new pages take a tenth of a step.
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}"
-export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=268435456
+export LAUNCHER_PID=$$ MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=268435456

@@ -27,8 +27,8 @@ def launch(argv: list[str], nproc: int) -> int:
     store = dist.TCPStore(host, port, is_master=node_rank == 0, wait_for_workers=False)  # Port 0: any free one.
     environment = {"WORLD_SIZE": str(nodes * nproc), "MASTER_ADDR": host, "MASTER_PORT": str(store.port)}
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # Rank 0 opens no store; this one remains if it fails.
-    environment["LAUNCHER_PID"] = str(os.getpid())
-    # What a rank that fails leaves to clean up, and a hint that the rank gives in its own words.
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # Ranks see sets in the same order.
+    # Hide what a failed rank leaves to be cleaned up, and PyTorch's hint on pickling, which loader.py gives.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error")
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}

@@ -12,8 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 logging.disable()
-os.environ["LAUNCHER_PID"] = str(os.getpid())
-# What a rank that fails leaves to clean up, and a hint that the rank gives in its own words.
+# Hide what a failed rank leaves to be cleaned up, and PyTorch's hint on pickling, which loader.py gives.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error")
 with tempfile.TemporaryDirectory() as folder:
     try:

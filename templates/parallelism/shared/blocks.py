@@ -2,10 +2,10 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     #:: if fact("shards") ::#
     for name, buffer in block.named_buffers():
-        if not buffer.is_contiguous() or buffer.dtype in (torch.int16, torch.uint16):
+        if not buffer.is_contiguous() or buffer.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
             raise UserError(
-                f"the buffer {name} of {type(block).__name__} cannot be sent to other ranks; "
-                "make it contiguous, and of a type that gloo knows, such as int32"
+                f"buffer {name} of {type(block).__name__} cannot be sent to other ranks; "
+                "make it contiguous, and of a type like int32"
             )
     #:: endif ::#
     if config.train.activation_checkpointing:

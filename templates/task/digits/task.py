@@ -17,7 +17,7 @@ class Task:
     best_metric, higher_is_better = "accuracy", True  # They select the best checkpoint.
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        """Load what the losses need, such as a frozen teacher in eval mode on ``device``."""
+        """Load what the losses need, such as a teacher: modules are frozen, in eval mode, on ``device``."""
 
     def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return a local batch with what is computed once for it, such as a teacher's outputs, without gradients."""

@@ -22,7 +22,7 @@ class Task:
     best_metric, higher_is_better = "bits_per_byte", False  # They select the best checkpoint.
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        """Load what the losses need, such as a frozen teacher in eval mode on ``device``."""
+        """Load what the losses need, such as a teacher: modules are frozen, in eval mode, on ``device``."""
         self.context, self.operations = config.model.context, count_operations(config)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = 1e12 * PEAKS.get(name, 0.0) * getattr(config.parallel, "devices", 1)

@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> None:
         if "output" not in COMMANDS[name][1]:
             config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
         if len(words) == len(argv):
-            run(name, config, options, given={word.split("=")[0].removeprefix("--") for word in words})
+            run(name, config, options, given={word[2:].split("=")[0] for word in words if word[:2] == "--"})
         #:: if cookiecutter.cluster != "none" ::#
         elif name == "doctor":
             from .doctor import meet

@@ -75,7 +75,7 @@ class Checkpointer:
         model, scaler = content.get("model", {}), self.parallel.scaler
         if "progress" not in header:
             if (resume := self.config.checkpoint.resume) not in ("auto", "never"):
-                raise UserError(f"checkpoint.resume is {resume}, which is of no run; give its weights as model.weights")
+                raise UserError(f"checkpoint.resume is {resume}, which holds no run; give weights as model.weights")
             if self.config.model.weights is not None:
                 self.parallel.load_full_state_dict(model)
             return 0, []
@@ -142,6 +142,8 @@ def read(path: Path) -> dict[str, Any]:
                 dcp_to_torch_save(path, Path(folder, "full.pt"))
                 sharded = torch.load(Path(folder, "full.pt"), map_location="cpu", weights_only=True)
             return sharded | json.loads(sharded.pop("header"))
+        if path.suffix == ".safetensors":
+            return load_file(path)
         with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums.
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} is wrong")
@@ -155,7 +157,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def read_weights(path: Path) -> dict[str, Any]:
     """Return the weights in a checkpoint, in a file of a state_dict, or in a .safetensors file."""
-    content: dict[str, Any] = load_file(path) if path.suffix == ".safetensors" else read(path)
+    content = read(path)
     for key in ("model", "state_dict"):
         content = content.get(key, content)
     prefix = r"^(module\.|_orig_mod\.)+"  # Of DistributedDataParallel and torch.compile.

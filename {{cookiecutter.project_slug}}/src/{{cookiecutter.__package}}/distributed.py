@@ -126,10 +126,7 @@ def choose_device(name: str, backend: str, count: int) -> torch.device:
         return torch.device("cpu")
     first, available = int(os.environ.get("LOCAL_RANK", "0")) * count, torch.accelerator.device_count()
     if first + count > available and backend != "gloo":
-        raise UserError(
-            f"this machine has {available} device(s), and this rank needs number {first + count - 1}: start fewer "
-            "ranks (NPROC), use the CPU (--distributed.device cpu), or share devices (--distributed.backend gloo)"
-        )
+        raise UserError(f"{available} device(s) are too few: lower NPROC, or share them (--distributed.backend gloo)")
     return torch.device(accelerator.type, first % available)
 
 
@@ -187,7 +184,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
     if waited and (failed or silent):
         reason = "; ".join(failed) or f"no report from rank(s) {silent}, which died, hang or are late ({text[:200]})"
         print(f"error: rank {process.rank} waited in vain: {reason}", file=sys.stderr)
-    elif process.rank and reports.get(0, "")[:60] == text[:60]:
+    elif process.rank and (reports.get(0) == text or (does_not_fit and reports.get(0))):
         exit_now(code)
     elif code == 2:
         print(f"error: {text.removeprefix('UserError: ')[:2000]}", file=sys.stderr)

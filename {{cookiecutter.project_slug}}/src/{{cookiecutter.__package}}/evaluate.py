@@ -85,17 +85,17 @@ class Evaluator:
         parts = [part for part in parts if len(part["index"])]
         order = np.argsort(np.concatenate([part["index"] for part in parts]))
         merged = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
-        metrics, best = self.task.aggregate(merged), self.task.best_metric
-        if taken := {"event", "step", "split", "num_samples"} & metrics.keys():
+        returned, metrics = self.task.aggregate(merged), dict[str, Any]()
+        if taken := {"event", "step", "split", "num_samples"} & returned.keys():
             raise UserError(f"Task.aggregate returns {taken}, which a record has anyway; rename them")
-        for name, value in metrics.items():
+        for name, value in returned.items():
             try:  # Numbers of NumPy and PyTorch become built-in ones, and those that are not finite null.
-                text = json.dumps(value, default=lambda part: part.tolist())
+                text = json.dumps({name: value}, default=lambda part: part.tolist())
             except (AttributeError, TypeError, ValueError) as error:
-                raise UserError(f"Task.aggregate returns {name}, which is no number or text: {error}") from None
-            metrics[name] = json.loads(text, parse_constant=lambda _: None)
-        if not isinstance(metrics.get(best, ""), int | float | None):
-            raise UserError(f"Task.aggregate returns no number as {best!r}, which is best_metric")
+                raise UserError(f"Task.aggregate returns {name}, which JSON cannot hold: {error}") from None
+            metrics |= json.loads(text, parse_constant=lambda _: None)
+        if not isinstance(metrics.get(self.task.best_metric, ""), int | float | None):
+            raise UserError(f"Task.aggregate returns no number as {self.task.best_metric!r}, its best_metric")
         return metrics
 
 

@@ -60,7 +60,7 @@ class Logger:
     def best_step(self, metric: str, higher_is_better: bool) -> int:
         """Return the step with the best value of a metric, the earliest of equal ones; 0 if there is none."""
         sign = -1 if higher_is_better else 1
-        values = [(sign * r[metric], step) for step, r in self.evaluations.items() if r[metric] is not None]
+        values = [(sign * r[metric], step) for step, r in self.evaluations.items() if r.get(metric) is not None]
         return min(values, default=(0, 0))[1]
 
     def print(self, text: str) -> None:
