@@ -29,7 +29,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 Bake = Callable[..., Path]
 # Each test of these files has its own runs; those of another file share some, and stay on one worker.
-INDEPENDENT = ("test_parity.py", "test_own_tests.py")
+INDEPENDENT = ("test_parity.py", "test_own_tests.py", "test_reports.py")
 
 
 class ByFile(LoadScopeScheduling):
@@ -38,6 +38,11 @@ class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         return nodeid if file.endswith(INDEPENDENT) else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest tests first, so that no worker waits for one of them at the end."""
+    items.sort(key=lambda item: "test_a_project_passes_its_own_tests" not in item.nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

@@ -252,7 +252,7 @@ def test_machines_meet_at_an_ipv6_address(bake: Bake, launcher: str) -> None:
 
 def test_state_of_ones_own_is_saved_and_restored_on_every_rank(bake: Bake) -> None:
     project = bake()
-    counter = "        self.calls += 1\n        print('call', self.calls)\n"
+    counter = "        self.calls += 1\n        print(f'call {self.calls}\\n', end='')\n"
     state = "    def get_extra_state(self):\n        return self.calls\n\n    def set_extra_state(self, state):\n"
     edit(project, add(STEM, "        self.calls = 0\n"))
     edit(project, {FORWARD: state + "        self.calls = state\n\n" + FORWARD[1] + counter})
