@@ -172,7 +172,7 @@ class StopSignal:
 
 def fail(error: Exception, process: Process) -> NoReturn:
     """End this process, and print why: which ranks failed or are silent, or an error, unless rank 0 prints the same."""
-    waited = isinstance(error, RuntimeError) and re.search("gloo|NCCL|collective|[Cc]onnection", str(error))
+    waited = isinstance(error, RuntimeError) and re.search("gloo|NCCL|collective|[Cc]onnection|timeout", str(error))
     text, does_not_fit = " ".join(f"{type(error).__name__}: {error}".split()), "loading state_dict" in str(error)
     reports = {process.rank: "" if waited else text}
     thread = Thread(target=exchange_reports, args=(reports, process), daemon=True)
