@@ -137,6 +137,21 @@ def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) ->
     return run(project / "scripts" / "launch.sh", *words, cwd=project, NPROC=str(nproc), **options)
 
 
+def read_records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """Return the complete records in a run's metrics.jsonl, all of them or those of one event."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if event in (None, record["event"])]
+
+
+def read_losses(folder: Path) -> list[float]:
+    """Return the losses that a run has logged, of steps 1, 2, ..."""
+    records = read_records(folder, "train")
+    assert [record["step"] for record in records] == [*range(1, len(records) + 1)]
+    return [record["loss"] for record in records]
+
+
 def find_processes(variable: str) -> list[int]:
     """Return the processes whose environment has a variable (``NAME=value``), which child processes inherit."""
     found = []

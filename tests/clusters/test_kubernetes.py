@@ -9,9 +9,9 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from conftest import Bake, launch, started, wait_until
+from conftest import Bake, launch, read_losses, started, wait_until
 from slurm import free_ports
-from training import TRAIN, losses
+from training import TRAIN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -39,7 +39,7 @@ def test_pods_that_stop_are_replaced_and_a_mistake_ends_the_job(baked: Bake, tmp
     words = (project / "scripts" / "launch.sh", *TRAIN, "--run.dir", tmp_path)
     with ExitStack() as stack:
         pods = [stack.enter_context(started(*words, cwd=project, NODE_RANK=rank, **pod)) for rank in ("0", "1")]
-        wait_until(lambda: losses(tmp_path), "the run has started")
+        wait_until(lambda: read_losses(tmp_path), "the run has started")
         pods[1].terminate()
         outputs = [pod.communicate(timeout=200) for pod in pods]
     assert [pod.returncode for pod in pods] == [143, 143], outputs

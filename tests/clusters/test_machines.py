@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, find_processes, launch, started, wait_until
+from conftest import Bake, find_processes, launch, read_losses, started, wait_until
 from machines import Machines, needs_root, two_machines
-from training import SHORT, STEPS, TRAIN, check_first_losses, losses
+from training import SHORT, STEPS, TRAIN, check_first_losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -46,7 +46,7 @@ def resume(machines: Machines, project: Path, words: list[str], whole: Path, fol
     """Resume a run to its end, check its losses, and return the step that it resumed from."""
     with machines.start(project, *words, "--run.dir", folder) as launchers:
         output = machines.wait(launchers, code=0)[0]
-    assert losses(folder) == losses(whole)
+    assert read_losses(folder) == read_losses(whole)
     found = re.search(rf"step (\d+) of {STEPS} on 2 rank", output)
     assert found is not None, output
     return int(found[1])
@@ -57,10 +57,10 @@ def test_a_signal_to_one_launcher_stops_both_machines(
     baked: Bake, machines: Machines, whole: Path, tmp_path: Path
 ) -> None:
     with machines.start(baked(), *TRAIN, "--run.dir", tmp_path) as launchers:
-        wait_until(lambda: len(losses(tmp_path)) > 10, "the run has started", 240)
+        wait_until(lambda: len(read_losses(tmp_path)) > 10, "the run has started", 240)
         launchers[1].terminate()
         machines.wait(launchers, code=143)
-    stopped = len(losses(tmp_path))
+    stopped = len(read_losses(tmp_path))
     assert 10 < stopped < STEPS and resume(machines, baked(), TRAIN, whole, tmp_path) == stopped
 
 
@@ -68,7 +68,7 @@ def test_a_signal_to_one_launcher_stops_both_machines(
 def test_a_cut_link_ends_both_machines(baked: Bake, machines: Machines, whole: Path, tmp_path: Path) -> None:
     words = [*TRAIN, "--distributed.timeout_seconds", "5"]
     with machines.start(baked(), *words, "--run.dir", tmp_path) as launchers:
-        wait_until(lambda: len(losses(tmp_path)) > 11, "the run has started", 240)
+        wait_until(lambda: len(read_losses(tmp_path)) > 11, "the run has started", 240)
         machines.ip(0, "link set wire down")
         for output in machines.wait(launchers, code=1):
             assert re.search(r"error: rank [01] waited in vain: (rank [01] failed|no report from rank)", output), output
@@ -79,10 +79,10 @@ def test_a_cut_link_ends_both_machines(baked: Bake, machines: Machines, whole: P
 def test_torchrun_restarts_the_ranks_when_one_is_killed(baked: Bake, whole: Path, tmp_path: Path) -> None:
     words = (baked() / "scripts" / "launch.sh", *TRAIN, "--run.dir", tmp_path)
     with started(*words, cwd=baked(), NPROC="2", MAX_RESTARTS="1", MARK=str(tmp_path)) as launcher:
-        wait_until(lambda: len(losses(tmp_path)) > 11, "the run has started", 240)
+        wait_until(lambda: len(read_losses(tmp_path)) > 11, "the run has started", 240)
         (rank,) = {*find_processes("LOCAL_RANK=1")} & {*find_processes(f"MARK={tmp_path}")}
         os.kill(rank, signal.SIGKILL)
         output = "".join(launcher.communicate(timeout=200))
         assert launcher.returncode == 0, output
     steps = [int(step) for step in re.findall(rf"step (\d+) of {STEPS} on 2 rank", output)]
-    assert steps[0] == 0 and steps[1] >= 10 and losses(tmp_path) == losses(whole)
+    assert steps[0] == 0 and steps[1] >= 10 and read_losses(tmp_path) == read_losses(whole)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, wait_until
+from conftest import Bake, read_losses, wait_until
 from slurm import Slurm, start_slurm
-from training import SHORT, STEPS, TRAIN, check_first_losses, losses
+from training import SHORT, STEPS, TRAIN, check_first_losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -53,7 +53,7 @@ def test_two_nodes_have_the_losses_of_one_process(project: Path, whole: Path, tm
 
 def test_a_signalled_job_saves_is_requeued_and_resumes(slurm: Slurm, project: Path, whole: Path) -> None:
     job, folder = submit(slurm, project, *TRAIN, "--run.dir", "runs/stopped"), project / "runs" / "stopped"
-    wait_until(lambda: len(losses(folder)) > 5, "the run has started", 240)
+    wait_until(lambda: len(read_losses(folder)) > 5, "the run has started", 240)
     slurm.command("scancel", "--signal=USR1", job)  # As Slurm does before the time limit: to the job's steps.
     ended = slurm.wait(job)
     log = log_of(project, job)
@@ -61,7 +61,7 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(slurm: Slurm, project: Pa
     stopped = re.search(r"stopped after step (\d+)", log)
     assert stopped is not None and 5 < int(stopped[1]) < STEPS, log
     assert f"step {stopped[1]} of {STEPS} on 2 rank(s)" in log.split("start 2,")[1]
-    assert losses(folder) == losses(whole)
+    assert read_losses(folder) == read_losses(whole)
 
 
 def test_a_mistake_fails_the_job_which_is_not_requeued(slurm: Slurm, project: Path) -> None:
@@ -73,4 +73,4 @@ def test_a_mistake_fails_the_job_which_is_not_requeued(slurm: Slurm, project: Pa
 def test_srun_starts_ranks_on_two_nodes(slurm: Slurm, project: Path, whole: Path) -> None:
     words = ("srun", "--nodes=2", "--ntasks=2", "scripts/rank.sh", *SHORT, "--run.dir", "runs/srun")
     assert "on 2 rank(s)" in slurm.command(*words, cwd=project)
-    assert losses(project / "runs" / "srun") == losses(whole)[:12]
+    assert read_losses(project / "runs" / "srun") == read_losses(whole)[:12]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Bake, edit, find_processes, launch, run, started, wait_until
+from conftest import Bake, edit, find_processes, launch, read_losses, read_records, run, started, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -49,12 +49,6 @@ def refuse(project: Path, *words: str) -> str:
     return result.stderr
 
 
-def read_records(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    """Return the records of one kind."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["event"] == event]
-
-
 def load(run_dir: Path) -> dict[str, Any]:
     """Return the newest checkpoint."""
     content: dict[str, Any] = torch.load(sorted(run_dir.glob("checkpoints/*.pt"))[-1], weights_only=True)
@@ -84,7 +78,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     project = bake(parallelism=parallelism)
     edit(project, changes)
     assert named in refuse(project, *words)
-    assert not (project / "run" / "metrics.jsonl").exists() or not read_records(project / "run", "train")
+    assert not read_records(project / "run", "train")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +87,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(
         (add(ACCURACY, '            "thing": object(),\n'), "thing"),
         (add(ACCURACY, '            "thing": {np.int64(3): 1},\n'), "thing"),
         (add(ACCURACY, "            np.int64(317): 1,\n"), "317"),
-        (add(ACCURACY, '            "step": 3,\n'), "step"),
+        (add(ACCURACY, '            "step": 3,\n'), "{'step'}"),
         ({ACCURACY: ""}, "'accuracy'"),
         ({ACCURACY: '            "accuracy": correct[:1],\n'}, "'accuracy'"),
         ({METRICS: 'return {"top": outputs.max(), "loss": losses,'}, "top"),
@@ -105,7 +99,7 @@ def test_a_metric_that_cannot_be_recorded_is_named_at_the_first_evaluation(
 ) -> None:
     project = bake()
     edit(project, changes)
-    assert named in refuse(project, "--train.eval_every", "1").removeprefix("error: step")
+    assert named in refuse(project, "--train.eval_every", "1")
     assert len(read_records(project / "run", "train")) == 1
 
 
@@ -147,8 +141,7 @@ def test_datasets_are_drawn_from_the_seed_in_every_command(bake: Bake) -> None:
     edit(project, {BUILT: "train_set, test_set = " + DRAWN})
     for nproc in (1, 2):
         launch(project, *SMALL, "--run.dir", f"run{nproc}", "--run.seed", "5", nproc=nproc)
-    one, two = ([record["loss"] for record in read_records(project / f"run{n}", "train")] for n in (1, 2))
-    assert one == pytest.approx(two, rel=1e-5)
+    assert read_losses(project / "run1") == pytest.approx(read_losses(project / "run2"), rel=1e-5)
     evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint", "run1/checkpoints/step-00000004.pt"]
     evaluate += ["--run.dir", "run"]  # A value is no name of a setting.
     evaluated = json.loads(launch(project, *evaluate, nproc=1).stdout)
@@ -160,11 +153,9 @@ def test_a_model_is_drawn_from_the_seed_on_every_rank(bake: Bake, parallelism: s
     project = bake(parallelism=parallelism)
     edit(project, {("model.py", "from torch import"): "import random\n\nimport numpy as np\nfrom torch import"})
     edit(project, add(STEM, "        self.conv.weight.data *= float(np.random.rand()) + random.random()\n"))
-    losses = []
     for nproc in (2, 4):
         launch(project, *SMALL, "--train.microbatches", "4", "--run.dir", f"run{nproc}", nproc=nproc)
-        losses.append([record["loss"] for record in read_records(project / f"run{nproc}", "train")])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert read_losses(project / "run2") == pytest.approx(read_losses(project / "run4"), rel=1e-5)
 
 
 def test_sets_have_the_same_order_on_every_rank_and_start(bake: Bake) -> None:
@@ -173,8 +164,7 @@ def test_sets_have_the_same_order_on_every_rank_and_start(bake: Bake) -> None:
     edit(project, add(LOADED, f"        {order}\n"))
     for nproc in (1, 2):
         launch(project, *SMALL, "--run.dir", f"run{nproc}", nproc=nproc)
-    one, two = ([record["loss"] for record in read_records(project / f"run{n}", "train")] for n in (1, 2))
-    assert one == pytest.approx(two, rel=1e-5)
+    assert read_losses(project / "run1") == pytest.approx(read_losses(project / "run2"), rel=1e-5)
 
 
 # A file is opened in the process that reads it; text and negative strides mean something to collate_fn alone.
@@ -223,8 +213,8 @@ def test_weights_of_other_programs_load_or_are_named(bake: Bake, tmp_path: Path)
             assert "PurePosixPath" in refuse(project, *words)
         else:
             launch(project, *SMALL, *words, "--train.max_steps", "1", "--run.dir", name, nproc=1)
-            losses[name] = read_records(project / name, "train")[0]["loss"]
-    assert len(set(losses.values())) == 1 and losses["own"] != read_records(project / "first", "train")[0]["loss"]
+            (losses[name],) = read_losses(project / name)
+    assert len(set(losses.values())) == 1 and losses["own"] != read_losses(project / "first")[0]
     assert "model.weights" in refuse(project, "--checkpoint.resume", str(tmp_path / "own.pt"))
 
 
@@ -265,12 +255,11 @@ def test_state_of_ones_own_is_saved_and_restored_on_every_rank(bake: Bake) -> No
 def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(bake: Bake, launcher: str) -> None:
     project = bake(launcher=launcher)
     command = [project / "scripts" / "launch.sh", *SMALL, "--train.max_steps", "40", "--run.dir", "run"]
-    with started(*command, cwd=project, NPROC="2", MARK="launcher-killed-" + launcher) as process:
-        mark = f"MARK=launcher-killed-{launcher}"
+    with started(*command, cwd=project, NPROC="2", MARK=str(project)) as process:
         wait_until(lambda: len(ranks_of(process.pid)) == 2, "two ranks")
         os.kill(process.pid, SIGKILL)
         process.wait()
-        wait_until(lambda: not find_processes(mark), "no process is left", seconds=60)
+        wait_until(lambda: not find_processes(f"MARK={project}"), "no process is left", seconds=60)
 
 
 def ranks_of(launcher: int) -> list[str]:

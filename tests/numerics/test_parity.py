@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import time
@@ -13,7 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import CHOICES, Bake, find_processes, launch, started, wait_until
+from conftest import CHOICES, Bake, find_processes, launch, read_records, started, wait_until
 
 import check_answers
 
@@ -152,14 +151,6 @@ def kill_after(step: int, project: Path, folder: Path, words: list[Any], nproc: 
         launcher.kill()
         wait_until(lambda: not find_processes(mark), "the ranks have ended", 60)
     assert step <= last_step(folder) < STEPS
-
-
-def read_records(folder: Path, event: str) -> list[dict[str, Any]]:
-    """Return the complete records of one event in a run's metrics.jsonl."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in records if record["event"] == event]
 
 
 def last_step(folder: Path) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import Bake, find_processes, launch, started, wait_until
+from conftest import Bake, find_processes, launch, read_records, started, wait_until
 from trackers import READERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -26,13 +24,6 @@ def without_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the complete records of a run."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @pytest.mark.parametrize("service", READERS)

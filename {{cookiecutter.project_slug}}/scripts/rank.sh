@@ -14,6 +14,6 @@ else
 fi
 [[ -n "${HEAD:-}" || "$RANK" == "$LOCAL_RANK" ]] || { echo "error: give HEAD, the host of rank 0" >&2 && exit 2; }
 [[ -n "${HEAD:-}" && -z "${SLURM_PROCID:-}" ]] || PORT="${PORT:-$((20000 + ${SLURM_JOB_ID:-$PPID} % 12000))}"
-export MASTER_ADDR="${HEAD:-127.0.0.1}" MASTER_PORT="${PORT:-29400}" PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONHASHSEED=0
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+export MASTER_ADDR="${HEAD:-127.0.0.1}" MASTER_PORT="${PORT:-29400}" PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONHASHSEED=0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 exec "$PYTHON" -m {{ cookiecutter.__package }} "$@"

@@ -7,7 +7,6 @@ mistake() { echo "error: $1" >&2 && exit 2; }
 "$python" -c 'from importlib.metadata import version as v; v("torch"), v("jsonargparse")' 2>/dev/null ||
     mistake "$python lacks this project's packages; run 'make setup' first, or set PYTHON"
 [[ "$root" != *:* ]] || mistake "$root has a colon, which PYTHONPATH cannot hold; rename that folder"
-
 case " $* " in
     *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " estimate "*)
         exec "$python" -m {{ cookiecutter.__package }} "$@" ;;
@@ -21,7 +20,8 @@ nproc="${NPROC:-{{ fact("nproc") or fact("ranks") or "$((gpus ? gpus : 2))" }}}"
 # Reports a mistake once, in one line, before any rank starts.
 WORLD_SIZE=$((nodes * nproc)) "$python" -m {{ cookiecutter.__package }} --preflight "$@"
 
-# Ranks share the processors, and see sets in one order. glibc keeps freed memory: new pages take a tenth of a step.
+# The ranks share the processors. glibc keeps freed memory: new pages would take up to a tenth of a step.
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}"
-export LAUNCHER_PID=$$ MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=268435456
+export LAUNCHER_PID=$$ OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}"
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
+export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-268435456}"

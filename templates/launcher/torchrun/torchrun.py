@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 logging.disable()
+os.environ.setdefault("PYTHONHASHSEED", "0")  # Ranks see sets in the same order.
 # Hide what a failed rank leaves to be cleaned up, and PyTorch's hint on pickling, which loader.py gives.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error")
 with tempfile.TemporaryDirectory() as folder:

@@ -166,8 +166,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 def export(path: Path, output: Path) -> None:
     """Write the weights of a checkpoint as a .safetensors file."""
-    weights = read(path)["model"]
-    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
+    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in read(path)["model"].items()}
     write_atomically(output, lambda file: file.write(save(weights)))
 
 

@@ -68,7 +68,7 @@ class Evaluator:
                 for name, values in self.task.metrics(outputs, targets).items():
                     if values.dtype == torch.bfloat16:  # Which NumPy lacks.
                         values = values.float()
-                    # A copy: targets may be in memory shared with a loader process, an open file each.
+                    # A copy: a tensor shared with a loader process is an open file.
                     collected.setdefault(name, []).append(torch.atleast_1d(values.clone()))
         count = self.sampler.count if collected else 0
         metrics = {"index": np.array(self.sampler.indices[:count], dtype=np.int64)}
@@ -83,13 +83,15 @@ class Evaluator:
     def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split."""
         parts = [part for part in parts if len(part["index"])]
-        order = np.argsort(np.concatenate([part["index"] for part in parts]))
+        order = np.argsort(index := np.concatenate([part["index"] for part in parts]))
+        if not np.array_equal(index[order], np.arange(self.length)):
+            raise UserError(f"{len(set(index.tolist()))} of {self.length} samples were evaluated, {len(index)} in all")
         merged = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
         returned, metrics = self.task.aggregate(merged), dict[str, Any]()
         if taken := {"event", "step", "split", "num_samples"} & returned.keys():
             raise UserError(f"Task.aggregate returns {taken}, which a record has anyway; rename them")
         for name, value in returned.items():
-            try:  # Numbers of NumPy and PyTorch become built-in ones, and those that are not finite null.
+            try:  # Numbers of NumPy and PyTorch become built-in ones, or null if not finite.
                 text = json.dumps({name: value}, default=lambda part: part.tolist())
             except (AttributeError, TypeError, ValueError) as error:
                 raise UserError(f"Task.aggregate returns {name}, which JSON cannot hold: {error}") from None
@@ -100,7 +102,7 @@ class Evaluator:
 
 
 def load_experiment(path: str, config: Config, given: set[str], process: Process) -> tuple[Task, Parallel, Any, int]:
-    """Return task, model, test set and step of a checkpoint, whose own settings count unless others are ``given``."""
+    """Return task, model, test set and step of a checkpoint, with its own settings unless they are ``given``."""
     content, header = read_on_main(lambda: read(Path(path)), process)
     if "config" not in header:
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")
