@@ -12,7 +12,7 @@ QUESTIONS := project_name project_slug description author parallelism task launc
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-weekly lint sizes
+.PHONY: help demo test test-long test-weekly lint sizes bump
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test         check every rendered file; train every strategy and task: at most ten minutes"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-weekly  what is left of these"
 	@echo "make lint         run the pre-commit checks"
 	@echo "make sizes        print the sizes of what is rendered, and lower those in tests/rendering/caps.json"
+	@echo "make bump         move every pin to its newest version"
 
 demo: .venv/installed
 	@test ! -e $(DEMO) || { echo "error: $(DEMO)/ is there already; try make demo DEMO=demo2" >&2; exit 2; }
@@ -40,6 +41,10 @@ lint: .venv/installed
 
 sizes: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/sizes.py
+
+bump: .venv/installed
+	@$(BIN)/python .ci/bump.py
+	@touch .venv/installed
 
 .venv/installed: requirements.txt {{cookiecutter.project_slug}}/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

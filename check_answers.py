@@ -33,7 +33,7 @@ class CheckAnswers(Extension):
         super().__init__(environment)
         sys.modules.pop(__name__, None)  # cruft renders two versions of the template in one process.
         functions = {"keep_answers": self.keep_answers, "check_answers": self.check_answers}
-        environment.globals.update(functions, default_slug=default_slug, fact=fact)
+        environment.globals.update(functions, default_slug=default_slug, fact=fact, file=file)
         environment.filters["quoted"] = quoted
         self.templates = None
 
@@ -66,6 +66,12 @@ def fact(context, name):
     return next((facts[name] for facts in read_facts(context["cookiecutter"]) if name in facts), "")
 
 
+@pass_context
+def file(context, question, name):
+    """Return ``name`` if the folder of the chosen answer has this file, or "": the name of an optional file."""
+    return name if (HERE / "templates" / question / str(context["cookiecutter"][question]) / name).exists() else ""
+
+
 def read_facts(answers):
     """Yield the facts that each choice states."""
     for question, values in read_json("cookiecutter.json").items():
@@ -76,8 +82,8 @@ def read_facts(answers):
 @functools.cache
 def read_json(path):
     """Return the content of a file of the template; empty if there is none."""
-    file = HERE / path
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    path = HERE / path
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def quoted(text):

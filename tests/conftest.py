@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 Bake = Callable[..., Path]
 # Each test of these files has its own runs; those of another file share some, and stay on one worker.
-INDEPENDENT = ("test_parity.py", "test_own_tests.py", "test_reports.py")
+INDEPENDENT = ("test_parity.py", "test_own_tests.py", "test_reports.py", "test_new_choice.py", "test_faults.py")
 
 
 class ByFile(LoadScopeScheduling):
@@ -70,6 +71,24 @@ def render(folder: Path, **answers: Any) -> Path:
         assert name in QUESTIONS, f"no question {name}"
         assert name not in CHOICES or value in CHOICES[name], f"{name} does not offer {value}"
     return Path(cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(folder)))
+
+
+def copy_template(folder: Path) -> Path:
+    """Copy the template's files, but none that git ignores, into a new folder, and return it."""
+    words = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, run(*words, cwd=TEMPLATE).stdout.split("\0")):
+        if (TEMPLATE / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(TEMPLATE / name, folder / name)
+    return folder
+
+
+def render_copy(template: Path, folder: Path, **answers: Any) -> Path:
+    """Render a project from a copy of the template, with its own extension."""
+    words = [f"{question}={answer}" for question, answer in answers.items()]
+    run(BIN / "cookiecutter", template, "--no-input", "--output-dir", folder, *words, cwd=template)
+    (project,) = folder.iterdir()
+    return project
 
 
 @pytest.fixture

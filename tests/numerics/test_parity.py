@@ -168,7 +168,7 @@ def assert_matches(folder: Path, theirs: oracle.Result) -> None:
 
 
 def assert_records_match(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """Assert that records hold the same values, to rounding, under the names that the oracle knows."""
+    """Assert that records hold the same values, to rounding, under the names that the oracle has."""
     for record, wanted in zip(ours, theirs, strict=True):
         for name, value in wanted.items():
             assert record[name] == pytest.approx(value, rel=TOLERANCE), f"{name} of step {record['step']}"

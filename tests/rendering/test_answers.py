@@ -7,16 +7,14 @@ import keyword
 import os
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 from asking import ask, check_project, only_project, recorded, retry
 from conftest import BIN, CHOICES, TEMPLATE, Bake, read_tree, run
 from cookiecutter.main import cookiecutter
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from renders import PARTS, TREE, derive
+from renders import PARTS, derive
 
 import check_answers
 
@@ -182,38 +180,6 @@ def test_rendering_depends_only_on_the_answers(bake: Bake, tmp_path: Path) -> No
     words = {"no_input": True, "extra_context": answers, "accept_hooks": False}
     bare = cookiecutter(str(TEMPLATE), output_dir=folders[1], **words)
     assert first == read_tree(Path(replayed)) == read_tree(Path(bare))
-
-
-def names_of_packages() -> set[str]:
-    """Return the names of the packages that any project installs, and of those that they need, and their modules."""
-    files = [*TREE.rglob("constraints.txt"), *PARTS.rglob("constraints.txt")]
-    pins = [line for path in files for line in path.read_text().splitlines()]
-    todo, found = [Requirement(line).name for line in pins if line[:1].isalpha()], set[str]()
-    while todo:
-        name = canonicalize_name(todo.pop())
-        if name not in found:
-            found.add(name)
-            try:
-                needed = [Requirement(text) for text in requires(name) or []]
-            except PackageNotFoundError:
-                continue  # Not needed on this machine.
-            todo += [need.name for need in needed if need.marker is None or need.marker.evaluate({"extra": ""})]
-    owners = packages_distributions().items()
-    return found | {module for module, names in owners if found & set(map(canonicalize_name, names))}
-
-
-def names_of_files() -> set[str]:
-    """Return the names of a project's folders, and of the modules of its tests."""
-    folders = {path.name for path in TREE.iterdir() if path.is_dir()}
-    return folders | {name for path in (TREE / "tests").iterdir() for name in re.findall(r"(\w+)\.py\b", path.name)}
-
-
-def test_the_names_of_what_a_project_needs_and_no_others_are_reserved() -> None:
-    cuda = {"cuda", "cuda-bindings", "cuda-pathfinder", "nvidia", "triton"}  # What PyTorch's build with CUDA needs.
-    expected = [names_of_packages() | cuda, names_of_files()]
-    for names, wanted in zip(RESERVED.values(), expected, strict=True):
-        slugs = {name for name in map(canonicalize_name, wanted) if re.fullmatch(SLUG, name)} - PYTHON
-        assert names == sorted(slugs), json.dumps(sorted(slugs))
 
 
 def test_no_slug_is_the_name_of_a_module_and_the_better_one_works() -> None:

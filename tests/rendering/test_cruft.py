@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BIN, TEMPLATE, Bake, read_tree, run
+from conftest import BIN, Bake, copy_template, read_tree, run
 
 PROJECT = "{{cookiecutter.project_slug}}"
 CRUFT = BIN / "cruft"
-PARTS = ("check_answers.py", "cookiecutter.json", "reserved.json", "hooks", "templates", PROJECT)
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A copy of the template in a git repository of its own, in one commit."""
-    copy = tmp_path / "template"
-    copy.mkdir()
-    for name in PARTS:
-        path = TEMPLATE / name
-        shutil.copytree(path, copy / name) if path.is_dir() else shutil.copy2(path, copy / name)
+    copy = copy_template(tmp_path / "template")
     commit(copy)
     return copy
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import BIN, CHOICES, CONTEXT, QUESTIONS, TEMPLATE, run
 from renders import PARTS, TREE
 from test_render import parse
@@ -32,7 +32,13 @@ def test_the_questions_keep_their_order_and_defaults() -> None:
     for name, default in DEFAULTS.items():
         first = CONTEXT[name][0] if isinstance(CONTEXT[name], list) else CONTEXT[name]
         assert first == default and type(first) is type(default)
-    assert tomllib.loads((TEMPLATE / "pyproject.toml").read_text())["project"]["version"] == CONTEXT["_version"]
+
+
+def test_all_texts_name_the_version() -> None:
+    citation = yaml.safe_load((TEMPLATE / "CITATION.cff").read_text())
+    newest = re.findall(r"^## (.*)$", (TEMPLATE / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert citation["version"] == CONTEXT["_version"]
+    assert newest == f"{citation['version']}, {citation['date-released']}"
 
 
 def test_every_choice_has_a_label_that_says_when_to_pick_it_and_fits_80_columns() -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Be one rank: srun --ntasks=4 --gpus-per-node=4 scripts/rank.sh train, or mpirun -np 4 scripts/rank.sh train
-# Their variables become torchrun's. On several machines, MPI needs HEAD, the host of rank 0, and PORT (29400) there.
+# Their variables become torchrun's. On several machines, MPI requires HEAD, the host of rank 0, and PORT (29400) there.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 command -v "${PYTHON:=$root/.venv/bin/python}" >/dev/null || PYTHON=python3

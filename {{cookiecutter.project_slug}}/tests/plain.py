@@ -1,5 +1,5 @@
 #:: if fact("loop") ::#
-#:: include fact("loop") ~ "/plain.py" ::#
+#:: include "task/" ~ cookiecutter.task ~ "/plain.py" ::#
 #:: else ::#
 """A plain training loop, in one process, from which no run must differ.
 

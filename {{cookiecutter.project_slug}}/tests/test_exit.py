@@ -4,8 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from support import RANKS, children, end_at, train
 
 
@@ -28,13 +26,14 @@ def test_an_error_is_named_with_one_traceback(tmp_path: Path) -> None:
     assert err.count("Traceback") == 1 and "ValueError: planted" in err.splitlines()[-1], err
 
 
-@pytest.mark.skipif(RANKS == 1, reason="needs several ranks")
+#:: if not fact("nproc") ::#
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     words = ("--distributed.timeout_seconds", "6")
     _, err = train(tmp_path / "run", *words, code=1, STOP_SECONDS="3", **fault(tmp_path, "time.sleep(1e6)"))
     assert f"no report from rank(s) {RANKS - 1}" in err and "Traceback" not in err, err
 
 
+#:: endif ::#
 def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     ranks: list[int] = []
 

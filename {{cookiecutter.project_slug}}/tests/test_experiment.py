@@ -1,4 +1,4 @@
-"""What the proof needs from the dataset, the task and the model: each failure says in words what breaks it."""
+"""What the proof requires of the dataset, the task and the model: each failure names in words what breaks it."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def model() -> nn.Module:
 
 
 #:: if fact("loop") ::#
-#:: include fact("loop") ~ "/compute.py" ::#
+#:: include "task/" ~ cookiecutter.task ~ "/compute.py" ::#
 #:: else ::#
 def read(samples: Any, indices: Any) -> list[Tensor]:
     """Return the tensors of a batch."""

@@ -16,7 +16,7 @@ gpus=$(wc -w <<<"${gpus//,/ }")
 nproc="${NPROC:-{{ fact("nproc") or fact("ranks") or "$((gpus ? gpus : 2))" }}}" nodes="${NODES:-1}" number='[1-9][0-9]{0,4}'
 [[ "$nproc $nodes" =~ ^$number\ $number$ ]] || mistake "NPROC=$nproc and NODES=$nodes have to be numbers"
 [[ $nodes == 1 || (-n "${HEAD:-}" && "${NODE_RANK:-}" =~ ^(0|$number)$ && $NODE_RANK -lt $nodes) ]] ||
-    mistake "NODES=$nodes needs HEAD, the first machine, and NODE_RANK from 0 to $((nodes - 1))"
+    mistake "NODES=$nodes requires HEAD, the first machine, and NODE_RANK from 0 to $((nodes - 1))"
 # Reports a mistake once, in one line, before any rank starts.
 WORLD_SIZE=$((nodes * nproc)) "$python" -m {{ cookiecutter.__package }} --preflight "$@"
 

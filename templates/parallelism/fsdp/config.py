@@ -7,7 +7,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """Free a block's weights after its forward and gather them again for its backward: less memory, more messages."""
     sync_batch_norm: bool = False
-    """Replace BatchNorm with SyncBatchNorm, which normalizes over the batch of all ranks; needs accelerators."""
+    """Replace BatchNorm with SyncBatchNorm, which normalizes over the batch of all ranks; on accelerators alone."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one per rank."""
@@ -18,4 +18,4 @@ class ParallelConfig:
         if world_size % self.replicas:
             raise UserError(f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)")
         if self.sync_batch_norm and config.distributed.device == "cpu":
-            raise UserError("parallel.sync_batch_norm needs accelerators; turn it off on a CPU")
+            raise UserError("parallel.sync_batch_norm works on accelerators alone; turn it off on a CPU")

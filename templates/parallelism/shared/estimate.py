@@ -1,4 +1,4 @@
-"""Does it fit? The memory that a step needs on a rank: ``scripts/launch.sh estimate --ranks 64 --memory 80``.
+"""Does it fit? The memory of a step on a rank: ``scripts/launch.sh estimate --ranks 64 --memory 80``.
 
 One process takes a step as one of N ranks. Its tensors have shapes but no values, and its process group sends nothing.
 Activations include buffers, messages and gathered weights, at the peak. Not counted: what CUDA and NCCL need, memory
@@ -27,9 +27,9 @@ GIB, COLUMNS = 2**30, ("weights", "gradients", "optimizer", "activations", "peak
 
 
 def estimate(config: Config, world_size: int, memory: float | None) -> None:
-    """Print what a rank needs, and whether that fits into ``memory`` GiB."""
+    """Print the memory of a rank, and whether it fits into ``memory`` GiB."""
     config.train.compile = False  # Compiled blocks need about as much.
-    ranks, peaks = range(1), list[float]()  # No rank needs more.
+    ranks, peaks = range(1), list[float]()  # No rank takes more.
     #:: if fact("by_stage") ::#
     #:: filter indent(4, true) ::#
     #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/ranks.py" ::#

@@ -1,6 +1,6 @@
 @dataclass
 class ParallelConfig:
-    """Tensor parallelism: the ranks of a group shard layers, as ``plan.py`` says, and read the same samples."""
+    """Tensor parallelism: the ranks of a group shard layers, as in ``plan.py``, and read the same samples."""
 
     replicas: int = 1
     """Groups of ranks that each hold the whole model and read a local batch; 1 shards layers over all ranks."""

@@ -1,6 +1,6 @@
 """Tensor parallelism: every rank holds a shard of each large layer, and computes its part of the layer's output.
 
-``plan.py`` says which layers are sharded, and how. Their parameters are DTensors; every rank holds all others whole.
+``plan.py`` lists which layers are sharded, and how. Their parameters are DTensors; every rank holds all others whole.
 The ranks of a group read the same samples:
 
     rank 0   x ── half of the features of layer 1 ── half of the terms of layer 2 ──┐

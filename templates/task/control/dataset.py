@@ -119,7 +119,7 @@ def estimate_advantages(taken: dict[str, Tensor], config: DatasetConfig) -> Tens
 
 
 def minibatches(experience: dict[str, Tensor], step: int, config: Config) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield the parts of all passes over the experience of a step: observations, and what the loss needs to know."""
+    """Yield the parts of all passes over the experience of a step: observations, and the inputs of the loss."""
     parts, length = config.dataset.minibatches, config.dataset.steps
     for number in range(config.dataset.passes):
         generator = torch.Generator().manual_seed(derive_seed(config.run.seed, "pass", step, number))

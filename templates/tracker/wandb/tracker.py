@@ -29,7 +29,7 @@ class Tracker:
         try:
             self.run = wandb.init(**options, resume="allow", settings=wandb.Settings(console="off", silent=True))
         except wandb.Error as error:
-            raise UserError(f"W&B cannot start: {error}; with WANDB_MODE=offline, it needs no network") from None
+            raise UserError(f"W&B cannot start: {error}; WANDB_MODE=offline works without a network") from None
         self.run.config.update(settings, allow_val_change=True)
         for split in ("train", "test"):
             self.run.define_metric(f"{split}/*", step_metric=f"{split}/step")

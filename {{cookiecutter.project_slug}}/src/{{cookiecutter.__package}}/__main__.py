@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {  # What each does, and its options
     "generate": ("continue a prompt with the model of a checkpoint", {"checkpoint", "prompt"}),
     #:: endif ::#
     #:: if fact("shards") ::#
-    "estimate": ("print the memory that a step needs on each rank, and whether it fits", {"ranks"}),
+    "estimate": ("print the memory of a step on each rank, and whether it fits", {"ranks"}),
     #:: endif ::#
     #:: if cookiecutter.cluster != "none" ::#
     "doctor": ("check what breaks a first run on several machines", set()),

@@ -54,7 +54,7 @@ class Evaluator:
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#
-    #:: include fact("loop") ~ "/measure.py" ::#
+    #:: include "task/" ~ cookiecutter.task ~ "/measure.py" ::#
     #:: endfilter ::#
     #:: else ::#
     @torch.no_grad()

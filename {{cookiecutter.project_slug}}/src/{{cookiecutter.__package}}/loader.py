@@ -79,7 +79,7 @@ class Loader(DataLoader[Any]):
         try:
             return super().__iter__()
         except (AttributeError, PicklingError, TypeError) as error:  # Such as of a lambda, or of an open file.
-            raise UserError(f"data.num_workers needs a dataset and a collate_fn that can be pickled: {error}") from None
+            raise UserError(f"data.num_workers: the dataset and collate_fn cannot be pickled: {error}") from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 

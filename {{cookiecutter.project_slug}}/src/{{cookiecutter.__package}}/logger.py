@@ -1,4 +1,4 @@
-"""What a run leaves besides checkpoints: settings, provenance, and one JSON object per record in ``metrics.jsonl``."""
+"""What a run leaves but checkpoints: settings, provenance, and one JSON object per record in ``metrics.jsonl``."""
 
 import json
 import platform

@@ -27,7 +27,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """Return the learning rate of a step, counted from 0: a linear warm-up, then half a cosine.
 
-    It is a function of the step and the settings, so it needs no state, and a changed setting acts after a resume.
+    It is a function of the step and the settings, so it has no state, and a changed setting acts after a resume.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

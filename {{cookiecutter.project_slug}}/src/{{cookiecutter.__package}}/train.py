@@ -67,7 +67,7 @@ class Trainer:
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#
-    #:: include fact("loop") ~ "/step.py" ::#
+    #:: include "task/" ~ cookiecutter.task ~ "/step.py" ::#
     #:: endfilter ::#
     #:: else ::#
     def step(self, inputs: Any, targets: Any) -> None:

@@ -1,0 +1,146 @@
+"""Moves every pin of the template to its newest version at once, and prints what it moved; `make bump` runs it.
+
+It upgrades .venv first, so pip has found the versions to fit each other. ``contents`` derives all files that hold pins
+from what is installed, which tests/rendering/test_pins.py compares with those files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+TEMPLATE = Path(__file__).parents[1]
+PROJECT, CHOICES = TEMPLATE / "{{cookiecutter.project_slug}}", TEMPLATE / "templates"
+REQUIREMENTS, RESERVED = TEMPLATE / "requirements.txt", TEMPLATE / "reserved.json"
+WORKFLOWS = [folder / ".github" / "workflows" / "test.yml" for folder in (TEMPLATE, PROJECT)]
+# What `make setup` installs or builds with, and no metadata of a package names.
+TOOLS = ["pip", "editables"]
+# What only PyTorch's builds with CUDA need; these pin it themselves.
+CUDA = ["cuda", "cuda-bindings", "cuda-pathfinder", "nvidia", "triton"]
+
+
+def main() -> None:
+    """Upgrade the environment, write all files that hold pins, and print the words that changed."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--upgrade"]
+    unpinned = [line.split("==")[0] for line in REQUIREMENTS.read_text().splitlines() if line[:1].isalpha()]
+    ranges = [text for requirements in needs().values() for text in requirements]
+    subprocess.run([*pip, "--upgrade-strategy", "eager", *unpinned, *ranges], check=True)
+    for path, text in (contents() | actions()).items():
+        before, after = set(path.read_text().split()), set(text.split())
+        path.write_text(text)
+        if moved := [*(f"-{word}" for word in before - after), *(f"+{word}" for word in after - before)]:
+            print(f"{path.relative_to(TEMPLATE)}:", *sorted(moved, key=lambda word: word[1:]), sep="\n    ")
+
+
+def contents() -> dict[Path, str]:
+    """Return the files that hold pins of packages, with the versions that are installed."""
+    files = {path: pins(path, requirements) for path, requirements in needs().items()}
+    for path in (REQUIREMENTS, *TEMPLATE.glob("*/.pre-commit-config.yaml"), TEMPLATE / ".pre-commit-config.yaml"):
+        files[path] = re.sub(r"([\w-]+)==[\w.]+", lambda pin: f"{pin[1]}=={release(pin[1])}", path.read_text())
+    names = {reason: [f'"{name}"' for name in names] for reason, names in reserved().items()}
+    wrap = textwrap.TextWrapper(width=115, initial_indent=" " * 4, subsequent_indent=" " * 4, break_on_hyphens=False)
+    lists = [f'  "{reason}": [\n{wrap.fill(", ".join(each))}\n  ]' for reason, each in names.items()]
+    return files | {RESERVED: "{\n" + ",\n".join(lists) + "\n}\n"}
+
+
+def needs() -> dict[Path, list[str]]:
+    """Return what each file of constraints is about: the requirements of the project, and of choices in addition."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text().replace("#::", "# "))
+    requirements = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    found = {PROJECT / "constraints.txt": [*requirements, *project["build-system"]["requires"], *TOOLS]}
+    for path in sorted([*CHOICES.rglob("extra.toml"), *CHOICES.rglob("dependencies.toml")]):
+        found[path.with_name("constraints.txt")] = re.findall(r'"(.+?)"', path.read_text())
+    return found
+
+
+def pins(path: Path, requirements: list[str]) -> str:
+    """Return a file of constraints: its comments, and the versions of requirements and of what they require."""
+    comments = "".join(line for line in path.read_text().splitlines(keepends=True) if line[0] == "#")
+    packages = closure(requirements)
+    if path.parent == PROJECT:  # Comments that include the pins of choices follow those of the project.
+        title, comments = comments.split("\n", 1)
+    else:
+        packages -= closure(needs()[PROJECT / "constraints.txt"])
+        title, comments = "", ""
+    names = sorted((distribution(name).metadata["Name"] for name in packages), key=str.casefold)
+    return f"{title}\n".lstrip() + "".join(f"{name}=={release(name)}\n" for name in names) + comments
+
+
+def release(name: str) -> str:
+    """Return the version of an installed package, without the build of PyTorch."""
+    return version(name).split("+")[0]
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+    """Return the installed packages that requirements need, and those that these need; none of CUDA."""
+    todo, found = [Requirement(text) for text in requirements], set[tuple[str, frozenset[str]]]()
+    while todo:
+        need = todo.pop()
+        name, extras = canonicalize_name(need.name), frozenset(need.extras)
+        if (name, extras) in found or re.match("|".join(CUDA), name):
+            continue
+        try:
+            required = map(Requirement, distribution(name).requires or [])
+        except PackageNotFoundError:
+            continue  # Of another version of Python.
+        found.add((name, extras))
+        todo += [each for each in required if applies(each, extras)]
+    return {name for name, _ in found}
+
+
+def applies(need: Requirement, extras: frozenset[str]) -> bool:
+    """Return whether a requirement applies here, with some extras of the package that states it."""
+    return need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras or [""])
+
+
+def reserved() -> dict[str, list[str]]:
+    """Return the slugs that no project may have, by the reason: names of packages and modules, and of its own files."""
+    packages = {name for requirements in needs().values() for name in closure(requirements)} | {*CUDA}
+    owners = packages_distributions().items()
+    modules = {module for module, names in owners if packages & {*map(canonicalize_name, names)}}
+    folders = {path.name for path in PROJECT.iterdir() if path.is_dir()}
+    tests = {name for path in (PROJECT / "tests").iterdir() for name in re.findall(r"(\w+)\.py\b", path.name)}
+    reasons = json.loads(RESERVED.read_text())
+    return {reason: slugs(names) for reason, names in zip(reasons, (packages | modules, folders | tests), strict=True)}
+
+
+def slugs(names: Iterable[str]) -> list[str]:
+    """Return names as slugs, those that are one, but of no module of Python, which check_answers.py rejects."""
+    standard = {canonicalize_name(name) for name in sys.stdlib_module_names}
+    return sorted({name for name in map(canonicalize_name, names) if re.fullmatch("[a-z][a-z0-9-]*", name)} - standard)
+
+
+def actions() -> dict[Path, str]:
+    """Return the workflows, with the newest release of each action; one that is out of reach stays as it is."""
+    files = {path: path.read_text() for path in WORKFLOWS}
+    for action in sorted({action for text in files.values() for action in re.findall(r"uses: ([\w/-]+)@", text)}):
+        commits = releases(action)
+        for newest in sorted(commits)[-1:]:
+            pattern, pin = rf"{action}@\w+ # v[\d.]+", f"{action}@{commits[newest]} # v{'.'.join(map(str, newest))}"
+            files = {path: re.sub(pattern, pin, text) for path, text in files.items()}
+    return files
+
+
+def releases(action: str) -> dict[tuple[int, ...], str]:
+    """Return the commits of an action's releases, by number."""
+    words = ["git", "ls-remote", "--tags", f"https://github.com/{action}"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{action} stays as it is: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+    # The commit of an annotated tag (^{}) follows the tag itself, and takes its place.
+    found = re.findall(r"^(\w+)\trefs/tags/v(\d+\.\d+\.\d+)(?:\^\{\})?$", done.stdout, re.MULTILINE)
+    return {tuple(map(int, number.split("."))): commit for commit, number in found}
+
+
+if __name__ == "__main__":
+    main()
