@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .checkpoint import Checkpointer as Checkpointer
 from .config import Config, UserError
 from .distributed import Process
+from .loader import split_batch
 from .model import build_model
 from .task import Task
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .checkpoint import Checkpointer as Checkpointer
 from .config import Config, UserError
 from .distributed import Process
-from .loader import to_device
+from .loader import split_batch, to_device
 from .model import build_model
 from .task import Task
 

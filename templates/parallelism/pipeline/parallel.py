@@ -1,6 +1,6 @@
 """Pipeline parallelism: every rank holds some blocks of the model, and micro-batches pass from rank to rank.
 
-With several pipelines, each reads a local batch, and ranks with the same stages average their gradients.
+Several pipelines read local batches, and ranks with the same stages average their gradients.
 """
 
 from datetime import timedelta
@@ -14,14 +14,14 @@ from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
 from .distributed import Process, seed_everything
+from .loader import split_batch
 from .model import build_model
 from .sharded import Checkpointer as Checkpointer
-from .stages import Stage, outline_stages
+from .stages import Stage, outline_stages, shapes_of
 from .task import Task
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -29,12 +29,12 @@ NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, f
 
 
 class Parallel:
-    """This rank's stages of the model. Every strategy has these methods and attributes; the loop uses nothing else.
+    """Stages of the model. Every strategy has these methods and attributes; the loop uses nothing else.
 
     Attributes:
         module: This rank's part of the model; its parameters have the same names as in the whole model.
-        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
-        scaler: Does nothing here; elsewhere, it scales the loss under fp16.
+        dp_rank, dp_size: Which local batch this rank reads, and of how many.
+        scaler: Does nothing here; others scale under fp16.
     """
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
@@ -54,7 +54,7 @@ class Parallel:
         self.last = len(self.owners) - 1
         self.module, self.stages = nn.Sequential(), dict[int, Stage]()
         self.build_stages(config)
-        # What each stage here gets and passes on, without values, by the shapes of the inputs.
+        # What each stage gets and passes on, without values, by the shapes of the inputs.
         self.forms: dict[Any, dict[int, Tensor]] = {}
         self.schedule: Any = None
         self.shapes: Any = None  # Those of the schedule.
@@ -206,11 +206,6 @@ class Parallel:
             groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]
             kept = {name: values for name, values in own_state.items() if values}
             dsd.set_optimizer_state_dict(self.module, optimizer, {"state": kept, "param_groups": groups})
-
-
-def shapes_of(inputs: Any) -> tuple[torch.Size, ...]:
-    """Return the shapes of all tensors in inputs of any nesting."""
-    return tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 
 #:: include "parallelism/shared/blocks.py" ::#

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves  # Private; optree has it.
 
 from .config import ModelConfig, UserError
 from .model import build_model
@@ -35,6 +35,11 @@ class Stage(nn.Module):
         if self.is_last:
             self.outputs, (x, *_) = x, tree_leaves(x)
         return x.contiguous()
+
+
+def shapes_of(inputs: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of all tensors in inputs of any nesting."""
+    return tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 
 def outline_stages(config: ModelConfig, count: int) -> tuple[list[int], dict[str, int]]:

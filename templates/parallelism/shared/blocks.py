@@ -15,10 +15,3 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     if config.train.compile:
         block.compile()
     return block
-
-
-def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Split a batch of any nesting into micro-batches; what is no tensor is part of each."""
-    leaves, structure = tree_flatten(batch)
-    chunks = [leaf.chunk(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
-    return [tree_unflatten(list(micro), structure) for micro in zip(*chunks, strict=True)]

@@ -1,8 +1,8 @@
 """Does it fit? The memory of a step on a rank: ``scripts/launch.sh estimate --ranks 64 --memory 80``.
 
-One process takes a step as one of N ranks. Its tensors have shapes but no values, and its process group sends nothing.
-Activations include buffers, messages and gathered weights, at the peak. Not counted: what CUDA and NCCL need, memory
-inside a kernel, and fragmentation. Attention is that of a CPU.
+One process takes a step as one of N ranks. Its tensors have shapes but no values, by FakeTensorMode, which is private
+(without it, delete this file), and its process group sends nothing. Activations include buffers, messages and gathered
+weights, at the peak. Not counted: CUDA, NCCL, kernels, fragmentation.
 """
 
 import math

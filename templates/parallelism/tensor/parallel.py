@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
 from .distributed import Process
+from .loader import split_batch
 from .model import build_model
 from .plan import tensor_plan
 from .sharded import Checkpointer as Checkpointer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten  # Private; optree has them.
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import DataConfig, UserError
@@ -110,3 +110,10 @@ def end_without_rank(_: int) -> None:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch of any nesting with its tensors on ``device``, without waiting for the copies."""
     return tree_map(lambda part: part.to(device, non_blocking=True) if isinstance(part, Tensor) else part, batch)
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Split a batch of any nesting into micro-batches; what is no tensor is part of each."""
+    leaves, structure = tree_flatten(batch)
+    chunks = [leaf.chunk(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
+    return [tree_unflatten(list(micro), structure) for micro in zip(*chunks, strict=True)]
