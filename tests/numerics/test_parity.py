@@ -65,8 +65,15 @@ def ranks(parallelism: str) -> list[int]:
     return [int(single)] if single else [1, 2, 4]
 
 
+SPLIT = ("fsdp", "model_parallel", "pipeline", "tensor")  # On one rank, these have nothing to split.
 CASES = [
-    pytest.param(parallelism, task, nproc, id=f"{parallelism}-{task}-{nproc}")
+    pytest.param(
+        parallelism,
+        task,
+        nproc,
+        id=f"{parallelism}-{task}-{nproc}",
+        marks=[pytest.mark.long] if nproc == 1 and parallelism in SPLIT else [],
+    )
     for parallelism in CHOICES["parallelism"]
     for task in TASKS
     for nproc in ranks(parallelism)

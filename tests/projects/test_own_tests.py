@@ -7,16 +7,22 @@ from conftest import BIN, Bake, edit, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
+# All tests of the default project, and of others those that no test of the template repeats; all of these weekly.
 RENDERED = [
-    {},
-    {"parallelism": "fsdp", "task": "language", "launcher": "spawn"},
+    ({}, "tests"),
+    ({"launcher": "spawn", "parallelism": "fsdp", "task": "language"}, "tests/test_resume.py"),
+    ({"task": "control"}, "tests/test_split.py"),
+]
+WEEKLY = [
+    {"launcher": "spawn", "parallelism": "fsdp", "task": "language"},
+    {"launcher": "spawn", "parallelism": "model_parallel"},
     {"parallelism": "pipeline", "task": "language"},
     {"parallelism": "tensor"},
-    {"parallelism": "model_parallel", "launcher": "spawn"},
     {"parallelism": "data_parallel"},
     {"task": "control"},
 ]
-WEEKLY = {"pipeline", "tensor", "model_parallel", "data_parallel"}
+CASES = [pytest.param(*each, id="-".join(each[0].values()) or "default") for each in RENDERED]
+CASES += [pytest.param(each, "tests", id="-".join(each.values()) + "-all", marks=pytest.mark.weekly) for each in WEEKLY]
 # Targets that do not count, in numbers that differ between samples, so that the weight of a local batch is a tensor.
 RAGGED = {
     ("dataset.py", "return window[:-1], window[1:]"): "targets = window[1:].clone()\n"
@@ -44,17 +50,9 @@ SPLIT = {
 MEAN = {("task.py", 'reduction="sum")'): 'reduction="mean")'}
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        pytest.param(
-            each, id="-".join(each.values()) or "default", marks=[pytest.mark.weekly] * bool(WEEKLY & {*each.values()})
-        )
-        for each in RENDERED
-    ],
-)
-def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str]) -> None:
-    result = run(BIN / "pytest", "-q", "tests", cwd=bake(**answers))
+@pytest.mark.parametrize(("answers", "tests"), CASES)
+def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str], tests: str) -> None:
+    result = run(BIN / "pytest", "-q", tests, cwd=bake(**answers))
     assert "failed" not in result.stdout and "skipped" not in result.stdout
 
 
