@@ -12,12 +12,13 @@ QUESTIONS := project_name project_slug description author parallelism task launc
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-weekly lint sizes bump
+.PHONY: help demo test test-long test-weekly test-gpu lint sizes bump
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test         check every rendered file; train every strategy and task: at most ten minutes"
 	@echo "make test-long    the other tests: failures, clusters, the rendered projects' own tests"
 	@echo "make test-weekly  what is left of these"
+	@echo "make test-gpu     compare with the plain loop on this machine's GPUs, as many ranks as there are"
 	@echo "make lint         run the pre-commit checks"
 	@echo "make sizes        print the sizes of what is rendered, and lower those in tests/rendering/caps.json"
 	@echo "make bump         move every pin to its newest version"
@@ -35,6 +36,9 @@ test-long: .venv/installed
 
 test-weekly: .venv/installed
 	$(PYTEST) -m weekly
+
+test-gpu: .venv/installed
+	DEVICE=cuda $(BIN)/pytest -ra tests/numerics/test_parity.py -k matches
 
 lint: .venv/installed
 	$(BIN)/pre-commit run --all-files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import check_answers
 
 pytestmark = pytest.mark.slow
 
+DEVICE = os.environ.get("DEVICE", "cpu")  # `make test-gpu` sets cuda.
 TOLERANCE = 1e-5  # How much a split may change a result, relative to it: what different rounding does, and some more.
 STEPS = 20  # In two epochs, during which each rule of the oracle acts.
 COMMON = {
@@ -35,7 +37,7 @@ COMMON = {
     "train.log_every": 1,
     "train.eval_every": 10,
     "checkpoint.every_steps": 3,
-    "distributed.device": "cpu",
+    "distributed.device": DEVICE,
 }
 TASKS = {
     "digits": {
@@ -94,10 +96,17 @@ def expected(project: Path, task: str) -> oracle.Result:
     return ORACLES[task]
 
 
+def skip_without(count: int) -> None:
+    """Skip a test for which this machine has too few devices; the CPU counts as any number."""
+    if DEVICE != "cpu" and torch.cuda.device_count() < count:
+        pytest.skip(f"takes {count} GPUs, and there are {torch.cuda.device_count()}")
+
+
 @pytest.mark.parametrize(("parallelism", "task", "nproc"), CASES)
 def test_a_killed_and_resumed_run_matches_a_plain_loop(
     bake: Bake, tmp_path: Path, parallelism: str, task: str, nproc: int
 ) -> None:
+    skip_without(nproc * (2 if parallelism == "model_parallel" else 1))
     project, folder, step = bake(parallelism=parallelism, task=task), tmp_path / "run", random.randrange(4, STEPS - 1)
     print(f"killed after step {step}")
     words = ["train", *arguments(task), "--run.dir", folder]
@@ -110,6 +119,7 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_that_changes_its_strategy_matches_a_plain_loop(bake: Bake, tmp_path: Path, task: str) -> None:
+    skip_without(2)
     folder = tmp_path / "run"
     strategies = ["ddp", "fsdp", "pipeline", "tensor", "ddp"]
     for number, parallelism in enumerate(strategies, start=1):
