@@ -15,12 +15,12 @@ ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$
 .PHONY: help demo test test-long test-weekly test-gpu lint sizes bump
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
-	@echo "make test         check every rendered file; train every strategy and task: at most ten minutes"
+	@echo "make test         check every rendered file; compare every strategy with a plain loop: five minutes"
 	@echo "make test-long    the other tests: failures, clusters, the rendered projects' own tests"
 	@echo "make test-weekly  what is left of these"
-	@echo "make test-gpu     compare with the plain loop on this machine's GPUs, as many ranks as there are"
+	@echo "make test-gpu     compare with the plain loop on this machine's GPUs"
 	@echo "make lint         run the pre-commit checks"
-	@echo "make sizes        print the sizes of what is rendered, and lower those in tests/rendering/caps.json"
+	@echo "make sizes        print the sizes of what is rendered, and their caps"
 	@echo "make bump         move every pin to its newest version"
 
 demo: .venv/installed
@@ -38,7 +38,7 @@ test-weekly: .venv/installed
 	$(PYTEST) -m weekly
 
 test-gpu: .venv/installed
-	DEVICE=cuda $(BIN)/pytest -ra tests/numerics/test_parity.py -k matches
+	DEVICE=auto $(BIN)/pytest -ra tests/numerics/test_parity.py -k matches
 
 lint: .venv/installed
 	$(BIN)/pre-commit run --all-files

@@ -1,4 +1,4 @@
-"""What stands between the answers and the rendered project: checks, the default slug, and the facts of each choice.
+"""Checks the answers, offers a slug, and gives templates the files and facts of the chosen folders.
 
 cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. It rejects
 an answer that cannot work before anything is written, with the reason and a command that works.
@@ -144,11 +144,11 @@ def find_refusal(answers, context):
 
     It states why, as in {"refuses": {"parallelism": {"pipeline": "leaves the outputs on one rank, ..."}}}.
     """
-    for facts in read_facts(answers):
-        for question, reasons in facts.get("refuses", {}).items():
-            if answers[question] in reasons:
-                better = next(choice for choice in context[question] if choice not in reasons)
-                return question, reasons[answers[question]], better
+    refusals = [refusal for facts in read_facts(answers) for refusal in facts.get("refuses", {}).items()]
+    for question, reasons in refusals:
+        if answers[question] in reasons:
+            refused = {choice for name, others in refusals if name == question for choice in others}
+            return question, reasons[answers[question]], next(each for each in context[question] if each not in refused)
     return None
 
 

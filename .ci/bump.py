@@ -31,6 +31,8 @@ CUDA = ["cuda", "cuda-bindings", "cuda-pathfinder", "nvidia", "triton"]
 
 def main() -> None:
     """Upgrade the environment, write all files that hold pins, and print the words that changed."""
+    if sys.version_info[:2] != (3, 11):
+        sys.exit("error: .venv has another Python than 3.11, whose packages are pinned")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--upgrade"]
     unpinned = [line.split("==")[0] for line in REQUIREMENTS.read_text().splitlines() if line[:1].isalpha()]
     ranges = [text for requirements in needs().values() for text in requirements]

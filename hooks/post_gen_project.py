@@ -1,14 +1,12 @@
 """Print the next commands; change no files."""
 
-import json
-
-ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
+from pathlib import Path
 
 print(f"""
-{ANSWERS["project_slug"]} is ready. Next:
+{{ cookiecutter.project_slug }} is ready. Next:
 
-  cd {ANSWERS["project_slug"]}
+  cd {Path.cwd()}
   make setup    # .venv, git repository, pre-commit hook
   make train    # configs/default.yaml on this machine
-  make test     # proves that splitting the work does not change the result
+  make test     # tests on this machine that splitting the work does not change the result
 """)

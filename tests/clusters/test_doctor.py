@@ -12,7 +12,7 @@ from machines import needs_root, two_machines
 from slurm import free_ports
 from training import CPU
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def rows(output: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from conftest import Bake, launch, read_losses, started, wait_until
 from slurm import free_ports
 from training import TRAIN
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("slug", ["My_Experiment", "null", "a-very-long-name-for-an-experiment-with-33_3-words-in-it"])

@@ -13,7 +13,7 @@ from conftest import Bake, find_processes, launch, read_losses, started, wait_un
 from machines import Machines, needs_root, two_machines
 from training import SHORT, STEPS, TRAIN, check_first_losses
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from conftest import Bake, run
 from training import SHORT, check_first_losses
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("launcher", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpirun.mpich"])

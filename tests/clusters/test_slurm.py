@@ -11,7 +11,7 @@ from conftest import Bake, read_losses, wait_until
 from slurm import Slurm, start_slurm
 from training import SHORT, STEPS, TRAIN, check_first_losses
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import Bake, edit, find_processes, launch, read_losses, read_records, run, started, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 Changes = dict[tuple[str, str], str]
 SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()

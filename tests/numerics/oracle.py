@@ -77,10 +77,15 @@ def batches(task: str, package: Path, settings: Settings) -> Iterator[tuple[int,
     size, epochs, seed = (settings[name] for name in ("data.global_batch_size", "train.epochs", "run.seed"))
     for epoch in range(epochs):
         inputs, targets = DATA[task](package, settings, "train", epoch)
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed + (epoch << 32)))
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch)))
         steps = len(inputs) // size
         for number, batch in enumerate(order[: steps * size].split(size), start=1):
             yield epochs * steps, epoch + number // steps, inputs[batch], targets[batch]
+
+
+def seed_of(*key: int | str) -> int:
+    """Return the seed of a key: PyTorch's generators on a CPU read its last 32 bits alone, so it is a hash."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
 def digits(package: Path, settings: Settings, split: str, epoch: int) -> tuple[Tensor, Tensor]:
@@ -90,8 +95,7 @@ def digits(package: Path, settings: Settings, split: str, epoch: int) -> tuple[T
     shift = settings["dataset.max_shift"] if split == "train" else 0
     padded = np.pad(images, ((0, 0), (shift, shift), (shift, shift)))
     for index in range(len(images) if shift else 0):
-        key = repr((settings["run.seed"], epoch, index)).encode()
-        draw = random.Random(int.from_bytes(blake2b(key, digest_size=8).digest(), "big"))
+        draw = random.Random(seed_of(settings["run.seed"], epoch, index))
         down, right = draw.randrange(2 * shift + 1), draw.randrange(2 * shift + 1)
         images[index] = padded[index, down : down + 8, right : right + 8]
     return torch.from_numpy(images)[:, None], torch.from_numpy(labels)

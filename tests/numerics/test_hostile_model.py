@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import CHOICES, Bake, find_processes, launch, started, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 SETTINGS = {
     "run.seed": 7,

@@ -17,9 +17,7 @@ from conftest import CHOICES, Bake, find_processes, launch, read_records, starte
 
 import check_answers
 
-pytestmark = pytest.mark.slow
-
-DEVICE = os.environ.get("DEVICE", "cpu")  # `make test-gpu` sets cuda.
+DEVICE = os.environ.get("DEVICE", "cpu")  # `make test-gpu` sets auto, which takes GPUs.
 TOLERANCE = 1e-5  # How much a split may change a result, relative to it: what different rounding does, and some more.
 STEPS = 20  # In two epochs, during which each rule of the oracle acts.
 COMMON = {

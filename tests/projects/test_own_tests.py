@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import BIN, Bake, edit, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 # All tests of the default project, and of others those that no test of the template repeats; all of these weekly.
 RENDERED = [

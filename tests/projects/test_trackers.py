@@ -9,7 +9,7 @@ import pytest
 from conftest import Bake, find_processes, launch, read_records, started, wait_until
 from trackers import READERS
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 STEPS, SAVED = 300, 100  # W&B writes 50 records at a time.
 TRAIN = (

@@ -1,4 +1,4 @@
-"""The sizes of rendered projects, which caps.json bounds; ``make sizes`` prints them, and stores those that fell."""
+"""The sizes of rendered projects, which caps.json bounds; ``make sizes`` prints them."""
 
 from __future__ import annotations
 
@@ -109,22 +109,14 @@ def is_everything(answers: dict[str, Any]) -> bool:
     return answers["launcher"] == "spawn" and answers["docker"] and "none" not in answers.values()
 
 
-def store() -> None:
-    """Print all sizes, and store in caps.json those that fell."""
+def show() -> None:
+    """Print the largest sizes, the caps, and the answers."""
     caps = json.loads(CAPS.read_text())
     for column, projects in measure_all().items():
-        for name, entry in caps[column].items():
+        for name, cap in caps[column].items():
             largest, answers = max((sizes[name], answers) for answers, sizes in projects.items())
-            entry["now"] = min(largest, largest if entry["now"] is None else entry["now"])
-            print(f"{column:10}  {name:40} {largest:5} of {entry['cap']:4}  {answers}")
-    columns = [f'"{column}": {{\n{rows(entries)}\n}}' for column, entries in caps.items()]
-    CAPS.write_text("{\n" + ",\n".join(columns) + "\n}\n")
-
-
-def rows(entries: dict[str, Any]) -> str:
-    """Return a column as JSON, one line for each size."""
-    return ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+            print(f"{column:10}  {name:40} {largest:5} of {cap:4}  {answers}")
 
 
 if __name__ == "__main__":
-    store()
+    show()

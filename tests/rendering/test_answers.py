@@ -38,24 +38,14 @@ DEFAULT_SLUGS = {
     "word " * 100: "word-word-word-word-word-word-word-word-word",
 }
 REJECTED = [
-    *[("project_slug", slug, "existing module") for slug in ("torch", "Json", "PIL", "Typing_Extensions")],
-    ("project_slug", "test_split", "existing module"),
+    *[("project_slug", slug, "existing module") for slug in ("Json", "PIL", "Typing_Extensions", "test_split")],
     ("project_slug", "class", "keyword"),
-    *[("project_slug", slug, "letters and digits") for slug in ("3d-vision", "my experiment", "-x", "a/b", "../x")],
-    *[
-        ("project_slug", slug, "letters and digits")
-        for slug in ("/etc/x", "a/../../b", "..", "$(reboot)", "{{ 'abc' }}")
-    ],
-    *[("project_slug", slug, "longer than") for slug in ("x" * (LIMIT + 1), "x" * 300)],
+    *[("project_slug", slug, "letters and digits") for slug in ("3d-vision", "/etc/x", "..", "{{ 'abc' }}")],
+    ("project_slug", "x" * (LIMIT + 1), "longer than"),
     *[(question, "", "empty") for question in ("project_slug", "project_name", "description", "author")],
-    *[("project_name", name, "empty") for name in (" \u3000\xa0", "\u200d")],
-    *[
-        ("project_name", name, "control character")
-        for name in ("two\nlines", "two\u2028lines", "two\x85lines", "bell\a")
-    ],
-    *[("project_name", name, "control character") for name in ("right\u202eleft", "\u2066isolated", "odd \ufffe")],
+    ("project_name", "\u3000\u200d\xa0", "empty"),
+    *[("project_name", name, "control character") for name in ("two\nlines", "two\u2028lines", "right\u202eleft")],
     ("project_name", os.fsdecode(b"caf\xe9"), "control character"),  # Not UTF-8.
-    ("description", "two\nlines", "control character"),
     ("author", "A\x1b[31m", "control character"),
 ]
 ACCEPTED = [
@@ -85,12 +75,6 @@ REFUSED = [
     for question, reasons in json.loads(path.read_text()).get("refuses", {}).items()
     for choice in reasons
 ]
-
-
-@pytest.mark.parametrize("answers", [{"paralelism": "ddp"}, {"tracker": "tensorbored"}, {"docker": "false"}])
-def test_the_fixture_rejects_unknown_questions_and_choices(bake: Bake, answers: dict[str, str]) -> None:
-    with pytest.raises(AssertionError):
-        bake(**answers)
 
 
 @pytest.mark.parametrize(("question", "answer", "reason"), REJECTED)
@@ -153,10 +137,8 @@ def test_the_default_slug_is_derived_from_the_name(name: str, slug: str, tmp_pat
     check_project(only_project(tmp_path), project_name=name, project_slug=slug)
 
 
-@pytest.mark.parametrize("slug", ["../x", "a/../../b", "..", ".", "", "\\x", "x" * 300, "ABSOLUTE"])
-def test_without_hooks_no_slug_leads_out_of_the_output_folder(slug: str, tmp_path: Path) -> None:
-    answers = {"project_slug": str(tmp_path / "absolute") if slug == "ABSOLUTE" else slug}
-    folder = str(tmp_path / "out")
+def test_without_hooks_no_slug_leads_out_of_the_output_folder(tmp_path: Path) -> None:
+    answers, folder = {"project_slug": "../x"}, str(tmp_path / "out")
     with pytest.raises(SystemExit, match=r"^error: project_slug is .*\n  project_slug="):
         cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=folder, accept_hooks=False)
     assert not list(tmp_path.iterdir())

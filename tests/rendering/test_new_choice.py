@@ -75,7 +75,6 @@ def test_a_new_choice_shows_its_own_facts_alone(template: Path, question: str) -
             assert not [*find_traces(File(path, data, False), copied)]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("question", ["task", "parallelism"])
 def test_a_new_task_and_a_new_strategy_train_and_evaluate(template: Path, question: str) -> None:

@@ -15,23 +15,6 @@ from test_render import parse
 SOURCES = [path for folder in (TREE, PARTS, TEMPLATE / "hooks") for path in folder.rglob("*") if path.is_file()]
 # A part of a file uses names that the rest of the file has, or has names that only the rest uses.
 OF_PARTS = "F401,F722,F821,I001"
-ORDER = "project_name project_slug description author parallelism task launcher cluster tracker docker license".split()
-DEFAULTS = {
-    "project_name": "My Experiment",
-    "description": "Distributed training in plain PyTorch",
-    "author": "Your Name",
-    "docker": False,
-    **{"parallelism": "ddp", "task": "digits", "launcher": "torchrun", "cluster": "none", "tracker": "none"},
-    "license": "MIT",
-}
-
-
-def test_the_questions_keep_their_order_and_defaults() -> None:
-    """They are an interface: replay files, cruft files and scripts depend on them."""
-    assert QUESTIONS == ORDER
-    for name, default in DEFAULTS.items():
-        first = CONTEXT[name][0] if isinstance(CONTEXT[name], list) else CONTEXT[name]
-        assert first == default and type(first) is type(default)
 
 
 def test_all_texts_name_the_version() -> None:

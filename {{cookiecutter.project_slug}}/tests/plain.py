@@ -50,7 +50,8 @@ def batches(dataset: Any, train_set: Any, config: Any) -> Iterator[Any]:
     """Yield global batches: an epoch is one permutation of the samples, without the incomplete batch at its end."""
     seed, size = config.run.seed, config.data.global_batch_size
     for epoch in count():
-        order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(seed + epoch * 2**32)).tolist()
+        generator = torch.Generator().manual_seed(hashed(seed, "order", epoch))
+        order = torch.randperm(len(train_set), generator=generator).tolist()
         for start in range(0, len(train_set) - size + 1, size):
             yield dataset.collate_fn(read(train_set, seed, epoch, order[start : start + size]))
 
@@ -59,10 +60,14 @@ def read(samples: Any, seed: int, epoch: int, indices: Any) -> list[Any]:
     """Return samples, each drawn with random numbers that are seeded with (seed, epoch, index)."""
     batch = []
     for index in indices:
-        key = repr((seed, epoch, index)).encode()
-        seed_everything(int.from_bytes(blake2b(key, digest_size=8).digest(), "big"))
+        seed_everything(hashed(seed, epoch, index))
         batch.append(samples[index])
     return batch
+
+
+def hashed(*key: int | str) -> int:
+    """Return a seed: the first 8 bytes of a hash."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
 def seed_everything(seed: int) -> None:

@@ -6,13 +6,21 @@ from pathlib import Path
 import pytest
 
 import plain
-from support import SPLITS, STEPS, TOLERANCE, assert_close, load, read_records, settings
+from support import SPLITS, STEPS, TOLERANCE, assert_close, load, module, read_records, settings
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[plain.Records, dict[str, plain.Tensor]]:
     """What a loop gives that splits nothing."""
     return plain.train(settings(), STEPS)
+
+
+def test_every_epoch_has_every_sample_in_an_order_of_its_own() -> None:
+    sampler, orders = module("loader").TrainSampler(60, 0, 1, 10, seed=7), set()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        orders.add(tuple(index for _, index in sampler))
+    assert len(orders) == 3 and all(sorted(order) == [*range(60)] for order in orders)
 
 
 @pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=str)

@@ -30,7 +30,7 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
     """Print the memory of a rank, and whether it fits into ``memory`` GiB."""
     config.train.compile = False  # Compiled blocks need about as much.
     ranks, peaks = range(1), list[float]()  # No rank takes more.
-    #:: if fact("by_stage") ::#
+    #:: if file("parallelism", "ranks.py") ::#
     #:: filter indent(4, true) ::#
     #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/ranks.py" ::#
     #:: endfilter ::#
@@ -85,7 +85,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         parallel = Parallel(task, config, process)
         samples = collate_fn([train_set[0]] * (config.data.global_batch_size // parallel.dp_size))
         batch = tree_map_only(Tensor, lambda part: torch.empty(part.shape, dtype=part.dtype), samples)
-        #:: if fact("by_stage") ::#
+        #:: if file("parallelism", "estimate.py") ::#
         #:: filter indent(8, true) ::#
         #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/estimate.py" ::#
         #:: endfilter ::#

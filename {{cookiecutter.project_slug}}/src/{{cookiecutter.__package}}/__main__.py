@@ -23,13 +23,13 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {  # What each does, and its options
     "evaluate": ("print the metrics of a checkpoint on the test set", {"checkpoint"}),
     "export": ("write the weights of a checkpoint as a .safetensors file", {"checkpoint", "output"}),
     "plot": ("draw the metrics of runs into a picture", {"runs", "output"}),
-    #:: if fact("generates") ::#
+    #:: if file("task", "generate.py") ::#
     "generate": ("continue a prompt with the model of a checkpoint", {"checkpoint", "prompt"}),
     #:: endif ::#
     #:: if fact("shards") ::#
     "estimate": ("print the memory of a step on each rank, and whether it fits", {"ranks"}),
     #:: endif ::#
-    #:: if cookiecutter.cluster != "none" ::#
+    #:: if file("cluster", "README.md") ::#
     "doctor": ("check what breaks a first run on several machines", set()),
     #:: endif ::#
 }
@@ -54,7 +54,7 @@ def build_parser(default_files: list[str]) -> ArgumentParser:
             command.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
         if "checkpoint" in options:  # In a file of settings, there is a section of that name.
             command.add_argument("--checkpoint", type=str | CheckpointConfig, required=True, help="The checkpoint.")
-        #:: if fact("generates") ::#
+        #:: if file("task", "generate.py") ::#
         if "prompt" in options:
             command.add_argument("--prompt", type=str, default="", help="The text to continue.")
             command.add_argument("--length", type=int, default=200, help="Bytes to generate.")
@@ -97,7 +97,7 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     from .checkpoint import export
     from .distributed import cleanup, fail, setup
     from .evaluate import evaluate
-    #:: if fact("generates") ::#
+    #:: if file("task", "generate.py") ::#
     from .generate import generate
     #:: endif ::#
     from .logger import plot
@@ -113,7 +113,7 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
 
         return estimate(config, options.ranks, options.memory)
     #:: endif ::#
-    #:: if cookiecutter.cluster != "none" ::#
+    #:: if file("cluster", "README.md") ::#
     if name == "doctor":
         from .doctor import doctor
 
@@ -123,7 +123,7 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     try:
         if name == "train":
             stopped = Trainer(config, process).run()
-        #:: if fact("generates") ::#
+        #:: if file("task", "generate.py") ::#
         elif name == "generate":
             words = (options.prompt, options.length, options.temperature)
             generate(options.checkpoint, *words, config, given, process)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
             config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
         if len(words) == len(argv):
             run(name, config, options, given={word[2:].split("=")[0] for word in words if word[:2] == "--"})
-        #:: if cookiecutter.cluster != "none" ::#
+        #:: if file("cluster", "README.md") ::#
         elif name == "doctor":
             from .doctor import meet
 

@@ -38,7 +38,7 @@ class TrainSampler(Sampler[Key]):
         self.epoch, self.start = epoch, start
 
     def __iter__(self) -> Iterator[Key]:
-        generator = torch.Generator().manual_seed(self.seed + (self.epoch << 32))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
         order = torch.randperm(self.length, generator=generator)[self.start : self.steps_per_epoch * self.batch]
         return iter([(self.epoch, index) for index in order[self.dp_rank :: self.dp_size].tolist()])
 

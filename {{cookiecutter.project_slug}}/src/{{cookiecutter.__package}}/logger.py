@@ -17,7 +17,7 @@ import yaml
 from .checkpoint import write_atomically
 from .config import Config
 from .distributed import Process
-#:: if cookiecutter.tracker != "none" ::#
+#:: if file("tracker", "tracker.py") ::#
 from .tracker import Tracker
 #:: endif ::#
 
@@ -39,7 +39,7 @@ class Logger:
         self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
         for change in changes:
             self.print(f"changed: {change}")
-        #:: if cookiecutter.tracker != "none" ::#
+        #:: if file("tracker", "tracker.py") ::#
         self.tracker = Tracker(run_dir, asdict(config), step)
         #:: endif ::#
 
@@ -53,7 +53,7 @@ class Logger:
         self.print(f"{event:5}  step {step}/{self.total_steps}  {numbers}")
         if event == "eval":
             self.evaluations[step] = record
-        #:: if cookiecutter.tracker != "none" ::#
+        #:: if file("tracker", "tracker.py") ::#
         self.tracker.log(record)
         #:: endif ::#
 
@@ -67,7 +67,7 @@ class Logger:
         """Print one line."""
         if self.is_main:
             print(text, flush=True)
-    #:: if cookiecutter.tracker != "none" ::#
+    #:: if file("tracker", "tracker.py") ::#
 
     def close(self) -> None:
         """Close the tracker."""

@@ -60,7 +60,7 @@ class Trainer:
         self.checkpointer.finish()
         if stopped:
             self.logger.print(f"stopped after step {self.steps}; the same command resumes from there")
-        #:: if cookiecutter.tracker != "none" ::#
+        #:: if file("tracker", "tracker.py") ::#
         self.logger.close()
         #:: endif ::#
         return stopped
