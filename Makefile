@@ -32,7 +32,8 @@ test: .venv/installed
 	$(PYTEST) -m "not long and not weekly"
 
 test-long: .venv/installed
-	$(PYTEST) -m "long and not weekly"
+	@# Many of these tests wait for a timeout, so there is one more at a time than processors.
+	$(PYTEST) -n $$(($$(nproc) + 1)) -m "long and not weekly"
 
 test-weekly: .venv/installed
 	$(PYTEST) -m weekly

@@ -34,6 +34,11 @@ def answer_questions(folder: Path, **answers: str) -> pexpect.spawn:
     return child
 
 
+def number(license_: str) -> str:
+    """Return the number under which a license is offered."""
+    return str(CHOICES["license"].index(license_) + 1)
+
+
 def test_pressing_enter_at_every_question_renders_the_default_project(tmp_path: Path) -> None:
     child = answer_questions(tmp_path)
     assert child.exitstatus == 0 and "make setup" in child.before
@@ -41,7 +46,7 @@ def test_pressing_enter_at_every_question_renders_the_default_project(tmp_path: 
 
 
 def test_choices_can_be_selected_by_number_and_the_slug_follows_the_name(tmp_path: Path) -> None:
-    answer_questions(tmp_path, project_name="2024 Run", launcher="2", docker="y", license="4")
+    answer_questions(tmp_path, project_name="2024 Run", launcher="2", docker="y", license=number("Proprietary"))
     choices = recorded(tmp_path / "experiment-2024-run")
     assert (choices["launcher"], choices["docker"], choices["license"]) == ("spawn", "true", "Proprietary")
 
@@ -60,7 +65,7 @@ def test_a_question_is_asked_again_after_an_invalid_choice(tmp_path: Path) -> No
 
 
 def test_a_rejected_answer_gets_one_line_and_a_command_with_all_the_others(tmp_path: Path) -> None:
-    child = answer_questions(tmp_path, project_name="{{ 1 }}", project_slug="torch", license="5")
+    child = answer_questions(tmp_path, project_name="{{ 1 }}", project_slug="torch", license=number("none"))
     assert child.exitstatus == 1
     error, command = child.before.strip().split("\r\n")[-2:]
     assert error.startswith("error: project_slug is 'torch', which is the name of an existing module")

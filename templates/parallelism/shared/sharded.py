@@ -69,7 +69,7 @@ class Checkpointer(checkpoint.Checkpointer):
             try:
                 pending.result()
             except (Exception, dcp.CheckpointException) as error:
-                raise UserError(f"{self.partial} could not be written; is the disk full? {error}") from None
+                raise UserError(f"{self.final} was not written; disk full? {str(error).splitlines()[-1]}") from None
             self.process.on_main(lambda: self.publish(self.partial, self.final, pending))
 
     def restore(self) -> tuple[int, list[str]]:

@@ -33,7 +33,7 @@ class Task:
     def weight(self, targets: Any) -> int | Tensor:
         """Return what the losses of a local batch are divided by for their mean: here, its number of samples.
 
-        Return a tensor if local batches may differ in it, as in their number of tokens that are not padding.
+        Return a tensor if local batches may differ in it, as in how many labels are known.
         """
         return len(targets)
 

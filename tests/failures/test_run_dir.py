@@ -1,0 +1,163 @@
+"""What a run leaves is complete, right and its own: checkpoints in both formats, exports, pictures, traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Bake, edit, find_processes, launch, read_losses, read_records, run, started, wait_until
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.long
+
+STEPS = 8
+SMALL = f"train --train.max_steps {STEPS} --train.log_every 1 --data.global_batch_size 32".split()
+SMALL += ["--distributed.device", "cpu"]
+SHARDED = "--checkpoint.format sharded --checkpoint.every_steps 2".split()
+NORM = ("model.py", "        self.norm = nn.GroupNorm(GROUPS, width)\n")
+LOSSES = ("task.py", '        losses = {"loss":')
+
+
+def train(project: Path, *words: str, **options: Any) -> str:
+    """Train in the folder run; returns what was reported."""
+    return launch(project, *SMALL, "--run.dir", "run", *words, **options).stderr
+
+
+def names(project: Path) -> list[str]:
+    """Return what is in the folder of checkpoints."""
+    return sorted(path.name for path in (project / "run" / "checkpoints").glob("*"))
+
+
+def load(project: Path) -> dict[str, Any]:
+    """Return the newest full checkpoint."""
+    content: dict[str, Any] = torch.load(project / "run" / "checkpoints" / names(project)[-1], weights_only=True)
+    return content
+
+
+def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
+    project = bake()
+    train(
+        project, "--train.eval_every", "1", "--checkpoint.keep", "1", "--optim.lr", "3e-2", "--optim.warmup_steps", "1"
+    )
+    accuracy = {record["step"]: record["accuracy"] for record in read_records(project / "run", "eval")}
+    best = max(accuracy, key=lambda step: (accuracy[step], -step))
+    assert len(set(accuracy.values())) > 2
+    assert names(project) == [f"step-{step:08d}.pt" for step in sorted({best, STEPS})]
+
+
+def test_a_folder_belongs_to_one_run(bake: Bake) -> None:
+    project = bake()
+    words = [*SMALL, "--train.max_steps", "400", "--run.dir", "run"]
+    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2"):
+        wait_until(lambda: read_losses(project / "run"), "the run has started")
+        assert "run is in use by another run" in train(project, code=2)
+
+
+@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), ("fsdp", SHARDED)])
+def test_a_full_disk_costs_no_checkpoint_that_was_complete(bake: Bake, parallelism: str, words: list[str]) -> None:
+    """A limit of the size of a file takes the place of the full disk."""
+    project = bake(parallelism=parallelism)
+    train(project, "--train.max_steps", "4", *words)
+    before, losses = names(project), read_losses(project / "run")
+    limited = ("bash", "-c", 'ulimit -f 64 && exec scripts/launch.sh "$@"', "bash", *SMALL, "--run.dir", "run", *words)
+    err = run(*limited, cwd=project, code=2, NPROC="2").stderr
+    assert "disk full?" in err and err.count("\n") == 1 and "Traceback" not in err, err
+    assert [name for name in names(project) if not name.endswith(".dcp.tmp")] == before  # Which the next save replaces.
+    train(project, *words)
+    assert read_losses(project / "run")[:4] == losses and len(read_losses(project / "run")) == STEPS
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_weights_that_are_not_finite_are_not_saved(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism)
+    words = ["--optim.lr", "1e39", "--optim.warmup_steps", "0", "--checkpoint.every_steps", "1"]
+    err = train(project, *words, *(SHARDED[:2] if parallelism == "fsdp" else []), code=2)
+    assert "is not finite after step 1, which is not saved" in err and err.count("\n") == 1, err
+    assert not names(project)
+
+
+def test_another_batch_size_is_refused_in_the_middle_of_a_run(bake: Bake) -> None:
+    project = bake()
+    train(project, "--train.max_steps", "2")
+    assert "data.global_batch_size is 64, and 32 in the checkpoint" in train(
+        project, "--data.global_batch_size", "64", code=2
+    )
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor"])
+def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism)
+    launch(project, *SMALL, "--run.dir", "whole")
+    words = [*SMALL, "--run.dir", "run", *SHARDED]
+    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2", MARK=str(project)) as launcher:
+        wait_until(lambda: len(read_losses(project / "run")) > 4, "the run has started")
+        launcher.kill()
+        wait_until(lambda: not find_processes(f"MARK={project}"), "the ranks have ended")
+    train(project, *SHARDED)
+    assert read_losses(project / "run") == read_losses(project / "whole")
+    newest = project / "run" / "checkpoints" / f"step-{STEPS:08d}.dcp"
+    evaluated = json.loads(launch(project, "evaluate", "--checkpoint", newest, "--distributed.device", "cpu").stdout)
+    for folder in ("run", "whole"):
+        assert evaluated["loss"] == pytest.approx(read_records(project / folder, "eval")[-1]["loss"], rel=1e-6)
+
+
+def test_statistics_of_batch_norm_are_averages_over_the_ranks(bake: Bake) -> None:
+    project, variances = bake(), []
+    edit(project, {NORM: "        self.norm = nn.BatchNorm2d(width)\n"})
+    for nproc in (1, 4):
+        train(project, "--run.dir", f"run{nproc}", "--optim.lr", "1e-6", nproc=nproc)
+        path = project / f"run{nproc}" / "checkpoints" / f"step-{STEPS:08d}.pt"
+        (name,) = [
+            name for name in torch.load(path, weights_only=True)["model"] if name.endswith("stem.norm.running_var")
+        ]
+        variances.append(torch.load(path, weights_only=True)["model"][name])
+    torch.testing.assert_close(*variances, rtol=0.3, atol=0.1)
+
+
+def test_each_rank_and_step_draws_other_numbers_and_the_same_ones_after_a_resume(bake: Bake) -> None:
+    project = bake()
+    line = (
+        (project / "src" / "my_experiment" / "task.py")
+        .read_text()
+        .split("def losses")[1]
+        .split('"""\n')[1]
+        .split("\n")[0]
+    )
+    drawn = 'import os\n        with open(f"drawn-{os.environ[\'RANK\']}", "a") as file:\n'
+    drawn += '            file.write(f"{torch.rand(1).item()}\\n")\n'
+    edit(project, {("task.py", line): f"        {drawn}{line}"})
+    train(project, "--train.max_steps", "5")
+    train(project)
+    ranks = [(project / f"drawn-{rank}").read_text().split() for rank in (0, 1)]
+    assert len(set(ranks[0] + ranks[1])) == 2 * STEPS
+    launch(project, *SMALL, "--run.dir", "whole")
+    again = [(project / f"drawn-{rank}").read_text().split()[STEPS:] for rank in (0, 1)]
+    assert again == ranks
+
+
+def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
+    project = bake()
+    train(project, "--train.max_steps", "16", "--train.profile", "true")
+    newest = project / "run" / "checkpoints" / names(project)[-1]
+    launch(project, "export", "--checkpoint", newest, "--output", "weights.safetensors")
+    weights, model = load_file(project / "weights.safetensors"), load(project)["model"]
+    assert weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
+    launch(project, "plot", "--runs", "[run]", "--output", "curves.png")
+    assert (project / "curves.png").read_bytes().startswith(b"\x89PNG")
+    traces = [json.loads(path.read_text()) for path in (project / "run").glob("*trace*.json")]
+    assert len(traces) == 2 and all(len(trace["traceEvents"]) > 100 for trace in traces)
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor"])
+def test_an_estimate_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: str) -> None:
+    project, weights = bake(parallelism=parallelism, task="language"), []
+    for ranks in ("1", "2"):
+        words = ("estimate", "--ranks", ranks, "--memory", "1")
+        out = launch(project, *words).stdout
+        assert "fit into 1; not counted" in out
+        rows = [line.split() for line in out.splitlines() if line.startswith("rank")]
+        weights.append(min(float(row[2]) for row in rows))
+    assert weights[1] < 0.75 * weights[0]

@@ -1,0 +1,50 @@
+"""Each planted fault fails the test that it names, which shows that tests can fail: ten in `make test-long`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import copy_template, render_copy, run
+from faults import FAULTS, SAMPLE
+
+pytestmark = pytest.mark.long
+
+# What a fault leaves that is no program any more would fail every test, and prove nothing.
+BROKEN = r"\b(NameError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError|AttributeError)\b"
+# The summary of pytest, for an assertion and for an exception that was expected.
+CAUGHT = r"(AssertionError|assert |Failed: )"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the template's files in a git repository, with the same environment."""
+    copy_template(tmp_path)
+    run("git", "init", "--quiet", cwd=tmp_path)
+    run("git", "add", "--all", cwd=tmp_path)
+    return tmp_path
+
+
+def test_there_are_no_fewer_than_sixty() -> None:
+    assert len(FAULTS) >= 60 and len(SAMPLE) == 10 and set(SAMPLE) <= FAULTS.keys()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.weekly) for name in FAULTS]
+)
+def test_a_fault_is_caught_by_the_test_that_it_names(copy: Path, name: str) -> None:
+    fault = FAULTS[name]
+    source = (copy / fault.file).read_text()
+    assert source.count(fault.old) == 1, f"{fault.file} has {source.count(fault.old)} times: {fault.old}"
+    (copy / fault.file).write_text(source.replace(fault.old, fault.new))
+    folder = copy if fault.test.startswith("tests/") else render_copy(copy, copy / "out", **fault.answers)
+    words = ["-m", "pytest", "-x", "-q", "-rf", "-p", "no:cacheprovider", fault.test.removeprefix("project/")]
+    wide = os.environ | {"COLUMNS": "300"}  # The summary has lines as wide as the terminal.
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=wide, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 1, f"it survived:\n{done.stdout}\n{done.stderr}"
+    (failed,) = re.findall(r"^FAILED (.*)$", done.stdout, re.MULTILINE)
+    assert re.search(rf" - {CAUGHT}", failed) and not re.search(BROKEN, done.stdout), done.stdout
