@@ -70,14 +70,18 @@ def refused(task: str) -> set[str]:
     return {*check_answers.read_json(f"templates/task/{task}/facts.json").get("refuses", {}).get("parallelism", {})}
 
 
-SPLIT = ("fsdp", "model_parallel", "pipeline", "tensor")  # On one rank, these have nothing to split.
+def is_weekly(parallelism: str, task: str, nproc: int) -> bool:
+    """Return whether a case is left to the weekly run; each strategy is tried on 2 and on 4 ranks every time."""
+    return parallelism not in ("ddp", "data_parallel") and nproc != (4 if task == "digits" else 2)
+
+
 CASES = [
     pytest.param(
         parallelism,
         task,
         nproc,
         id=f"{parallelism}-{task}-{nproc}",
-        marks=[pytest.mark.long] if nproc == 1 and parallelism in SPLIT else [],
+        marks=[pytest.mark.weekly] * is_weekly(parallelism, task, nproc),
     )
     for parallelism in CHOICES["parallelism"]
     for task in TASKS

@@ -56,7 +56,9 @@ def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str], tes
     assert "failed" not in result.stdout and "skipped" not in result.stdout
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "pipeline", "tensor"])
+@pytest.mark.parametrize(
+    "parallelism", ["ddp", "pipeline", *(pytest.param(each, marks=pytest.mark.weekly) for each in ("fsdp", "tensor"))]
+)
 def test_a_loss_of_ragged_weight_does_not_depend_on_the_split(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism, task="language")
     edit(project, RAGGED)

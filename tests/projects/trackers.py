@@ -54,7 +54,7 @@ def read_wandb(run_dir: Path) -> tuple[Points, str]:
 
 
 def split_messages(content: bytes) -> Iterator[bytes]:
-    """Yield the messages of a ``.wandb`` file; its first seven bytes say what it is."""
+    """Yield the messages of a ``.wandb`` file; its first seven bytes are a signature."""
     position, message = HEADER, b""
     while position + HEADER <= len(content):  # A piece may be cut, if its writer was killed.
         left = BLOCK - position % BLOCK

@@ -24,7 +24,7 @@ def test_all_texts_name_the_version() -> None:
     assert newest == f"{citation['version']}, {citation['date-released']}"
 
 
-def test_every_choice_has_a_label_that_says_when_to_pick_it_and_fits_80_columns() -> None:
+def test_every_choice_has_a_label_with_when_to_pick_it_in_80_columns() -> None:
     """cookiecutter indents a choice by up to 9 columns, and adds a number and a default to a question."""
     labels = CONTEXT["__prompts__"]
     assert list(labels) == QUESTIONS

@@ -1,0 +1,106 @@
+"""Each line that docs/symptoms.md explains is the one that a project prints."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+from conftest import TEMPLATE, Bake, edit, launch, read_losses, run, started, wait_until
+
+pytestmark = [pytest.mark.long, pytest.mark.weekly]
+
+ROWS = re.findall(r"^\| `(.+?)` \|", (TEMPLATE / "docs" / "symptoms.md").read_text(), re.MULTILINE)
+SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()
+SMALL += ["--run.dir", "run"]
+LOSS = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}')
+NORM = ("model.py", "        self.norm = nn.GroupNorm(GROUPS, width)\n")
+LOADED = ("dataset.py", "        self.max_shift = max_shift\n")
+
+
+def on_last_rank(statement: str) -> dict[tuple[str, str], str]:
+    """Return an edit that executes something on rank 1, before the loss."""
+    return {LOSS: f'        if __import__("os").environ["RANK"] == "1":\n            {statement}\n{LOSS[1]}'}
+
+
+def report(project: Path, *words: str, code: int, **environment: Any) -> str:
+    """Train, and return what a run reports."""
+    return launch(project, *SMALL, *words, code=code, **environment).stderr
+
+
+def hang(project: Path) -> str:
+    edit(project, on_last_rank('__import__("time").sleep(1e6)'))
+    return report(project, "--distributed.timeout_seconds", "6", code=1, STOP_SECONDS="3")
+
+
+def fail(project: Path) -> str:
+    edit(project, on_last_rank('raise ValueError("a bad sample")'))
+    return report(project, code=1)
+
+
+def be_killed(project: Path) -> str:
+    edit(project, on_last_rank(f'__import__("os").kill(__import__("os").getpid(), {int(SIGKILL)})'))
+    return report(project, code=1)
+
+
+def have_unused_parameters(project: Path) -> str:
+    edit(project, {NORM: NORM[1] + "        self.unused = nn.Linear(1, 1)\n"})
+    return report(project, code=2).replace("stem.unused.", "unused.")
+
+
+def explode(project: Path) -> str:
+    edit(project, {LOSS: LOSS[1].replace("F.cross", 'float("nan") * F.cross')})
+    return report(project, code=2)
+
+
+def share_a_folder(project: Path) -> str:
+    words = [project / "scripts" / "launch.sh", *SMALL, "--train.max_steps", "400"]
+    with started(*words, cwd=project, NPROC="2"):
+        wait_until(lambda: read_losses(project / "run"), "the run has started")
+        return report(project, code=2)
+
+
+def be_damaged(project: Path) -> str:
+    report(project, "--checkpoint.every_steps", "1", code=0)
+    (project / "run" / "checkpoints" / "step-00000004.pt").write_bytes(b"damaged")
+    return report(project, code=0)
+
+
+def fill_the_disk(project: Path) -> str:
+    words = ("bash", "-c", 'ulimit -f 64 && exec scripts/launch.sh "$@"', "bash", *SMALL)
+    return run(*words, cwd=project, code=2, NPROC="2").stderr
+
+
+def hold_a_lambda(project: Path) -> str:
+    edit(project, {LOADED: LOADED[1] + "        self.crop = lambda image: image\n"})
+    return report(project, "--data.num_workers", "1", code=2)
+
+
+def find_a_port_in_use(project: Path) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        return report(project, code=1, NODES="2", NODE_RANK="0", HEAD="127.0.0.1", PORT=port, nproc=1)
+
+
+def change_the_batch(project: Path) -> str:
+    report(project, "--train.max_steps", "2", code=0)
+    return report(project, "--data.global_batch_size", "64", code=2)
+
+
+def lack_the_environment(project: Path) -> str:
+    return report(project, code=2, PYTHON="/usr/bin/python3")
+
+
+CAUSES = [
+    *(hang, fail, be_killed, have_unused_parameters, explode, share_a_folder, be_damaged, fill_the_disk, hold_a_lambda),
+    *(find_a_port_in_use, change_the_batch, lack_the_environment),
+]
+
+
+@pytest.mark.parametrize(("line", "cause"), [*zip(ROWS, CAUSES, strict=True)], ids=[cause.__name__ for cause in CAUSES])
+def test_a_symptom_is_printed_as_it_is_explained(bake: Bake, line: str, cause: Any) -> None:
+    err = cause(bake())
+    assert line in err and err.count("Traceback") <= (cause is fail), err
