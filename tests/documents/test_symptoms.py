@@ -57,7 +57,7 @@ def explode(project: Path) -> str:
 
 
 def share_a_folder(project: Path) -> str:
-    words = [project / "scripts" / "launch.sh", *SMALL, "--train.max_steps", "400"]
+    words = [project / "scripts" / "launch.sh", *SMALL, "--train.epochs", "500", "--train.max_steps", "20000"]
     with started(*words, cwd=project, NPROC="2"):
         wait_until(lambda: read_losses(project / "run"), "the run has started")
         return report(project, code=2)

@@ -50,7 +50,7 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
 
 def test_a_folder_belongs_to_one_run(bake: Bake) -> None:
     project = bake()
-    words = [*SMALL, "--train.max_steps", "400", "--run.dir", "run"]
+    words = [*SMALL, "--train.epochs", "500", "--train.max_steps", "20000", "--run.dir", "run"]
     with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2"):
         wait_until(lambda: read_losses(project / "run"), "the run has started")
         assert "run is in use by another run" in train(project, code=2)
@@ -87,7 +87,7 @@ def test_another_batch_size_is_refused_in_the_middle_of_a_run(bake: Bake) -> Non
     )
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor"])
+@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", pytest.param("tensor", marks=pytest.mark.weekly)])
 def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     launch(project, *SMALL, "--run.dir", "whole")

@@ -7,10 +7,9 @@ from conftest import BIN, Bake, edit, run
 
 pytestmark = pytest.mark.long
 
-# All tests of the default project, and of others those that no test of the template repeats; all of these weekly.
+# All tests of the default project, and for control, which test_parity.py does not cover, the comparison with its loop.
 RENDERED = [
     ({}, "tests"),
-    ({"launcher": "spawn", "parallelism": "fsdp", "task": "language"}, "tests/test_resume.py"),
     ({"task": "control"}, "tests/test_split.py"),
 ]
 WEEKLY = [
@@ -57,7 +56,7 @@ def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str], tes
 
 
 @pytest.mark.parametrize(
-    "parallelism", ["ddp", "pipeline", *(pytest.param(each, marks=pytest.mark.weekly) for each in ("fsdp", "tensor"))]
+    "parallelism", ["ddp", *(pytest.param(each, marks=pytest.mark.weekly) for each in ("fsdp", "pipeline", "tensor"))]
 )
 def test_a_loss_of_ragged_weight_does_not_depend_on_the_split(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism, task="language")

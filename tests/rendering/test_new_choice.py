@@ -72,7 +72,7 @@ def test_a_new_choice_shows_its_own_facts_alone(template: Path, question: str) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("question", ["task", "parallelism"])
+@pytest.mark.parametrize("question", ["task", pytest.param("parallelism", marks=pytest.mark.weekly)])
 def test_a_new_task_and_a_new_strategy_train_and_evaluate(template: Path, question: str) -> None:
     like, changes = NEW[question]
     add_choice(template, question, like, changes)
