@@ -157,6 +157,12 @@ def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) ->
     return run(project / "scripts" / "launch.sh", *words, cwd=project, NPROC=str(nproc), **options)
 
 
+def launch_on_full_disk(project: Path, *words: str) -> str:
+    """Run a command on two ranks that cannot write files of over 64 KiB, and fails; returns what it reports."""
+    limited = ("bash", "-c", 'ulimit -f 64 && exec scripts/launch.sh "$@"', "bash", *words)
+    return run(*limited, cwd=project, code=2, NPROC="2").stderr
+
+
 def read_records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
     """Return the complete records in a run's metrics.jsonl, all of them or those of one event."""
     file = folder / "metrics.jsonl"

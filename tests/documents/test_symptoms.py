@@ -9,7 +9,7 @@ from signal import SIGKILL
 from typing import Any
 
 import pytest
-from conftest import TEMPLATE, Bake, edit, launch, read_losses, run, started, wait_until
+from conftest import TEMPLATE, Bake, edit, launch, launch_on_full_disk, read_losses, started, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.weekly]
 
@@ -70,8 +70,7 @@ def be_damaged(project: Path) -> str:
 
 
 def fill_the_disk(project: Path) -> str:
-    words = ("bash", "-c", 'ulimit -f 64 && exec scripts/launch.sh "$@"', "bash", *SMALL)
-    return run(*words, cwd=project, code=2, NPROC="2").stderr
+    return launch_on_full_disk(project, *SMALL)
 
 
 def hold_a_lambda(project: Path) -> str:
