@@ -66,16 +66,13 @@ def needs() -> dict[Path, list[str]]:
 
 
 def pins(path: Path, requirements: list[str]) -> str:
-    """Return a file of constraints: its comments, and the versions of requirements and of what they require."""
-    comments = "".join(line for line in path.read_text().splitlines(keepends=True) if line[0] == "#")
+    """Return a file of constraints with the versions of requirements and of what they require; its comments stay."""
     packages = closure(requirements)
-    if path.parent == PROJECT:  # Comments that include the pins of choices follow those of the project.
-        title, comments = comments.split("\n", 1)
-    else:
+    if path.parent != PROJECT:
         packages -= closure(needs()[PROJECT / "constraints.txt"])
-        title, comments = "", ""
     names = sorted((distribution(name).metadata["Name"] for name in packages), key=str.casefold)
-    return f"{title}\n".lstrip() + "".join(f"{name}=={release(name)}\n" for name in names) + comments
+    lines = "".join(f"{name}=={release(name)}\n" for name in names)
+    return re.sub(r"^(\w.*\n)+", lines, path.read_text(), count=1, flags=re.MULTILINE)
 
 
 def release(name: str) -> str:
