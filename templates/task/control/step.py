@@ -1,10 +1,10 @@
 def step(self, inputs: Any, targets: Any) -> None:
-    """Let the policy act in environments, whose numbers are ``inputs``, and train it with what happened there.
+    """Let the policy act in the environments ``inputs``, given by number, and train it.
 
-    The weights are updated several times; the record has the means of these updates' losses and gradient norms.
+    A step has several updates, whose mean losses and norms are recorded.
     """
     parallel = self.parallel
-    seed = derive_seed(self.config.run.seed, "step", self.steps, parallel.dp_rank)  # Of dropout, for example.
+    seed = derive_seed(self.config.run.seed, "step", self.steps, parallel.dp_rank)  # Of dropout.
     seed_everything(seed, self.process.device)
     batches = self.task.learn(parallel.predict, inputs, self.steps, self.process)
     updates = [self.update(*batch) for batch in batches]

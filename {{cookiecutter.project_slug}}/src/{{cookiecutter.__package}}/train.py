@@ -36,16 +36,17 @@ class Trainer:
         lengths = [len(train_set), len(test_set)]
         self.checkpointer = Checkpointer(self.parallel, self.optimizer, lengths, config, process)
         self.steps, changes = self.checkpointer.restore()
-        self.saved_step = self.steps
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
+        has_batch_norm = ": BatchNorm" in str(self.parallel.module)
+        if dp_size > 1 and any(process.all_gather(has_batch_norm)):
+            self.logger.print("BatchNorm uses each rank's samples: the result depends on the number of ranks")
         self.recent: list[tuple[dict[str, Tensor], Tensor]] = []  # Losses and gradient norms since the last record.
-        self.clock = time.perf_counter()
+        self.saved_step, self.clock = self.steps, time.perf_counter()
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
         stopped = False
-        was_evaluated = self.process.on_main(lambda: self.steps in self.logger.evaluations)
-        if self.steps and self.evaluates() and not was_evaluated:
+        if self.steps and self.evaluates() and not self.process.on_main(lambda: self.steps in self.logger.evaluations):
             self.evaluate()  # The run ended between the checkpoint and the evaluation of this step.
         with self.profiler() as profiler:
             while self.steps < self.total_steps and not stopped:
@@ -75,7 +76,7 @@ class Trainer:
     #:: endif ::#
         config, parallel = self.config, self.parallel
         #:: if not fact("loop") ::#
-        seed = derive_seed(config.run.seed, "step", self.steps, parallel.dp_rank)  # Of dropout, for example.
+        seed = derive_seed(config.run.seed, "step", self.steps, parallel.dp_rank)  # Of dropout.
         seed_everything(seed, self.process.device)
         inputs, targets = self.task.prepare(inputs, targets)
         #:: endif ::#
@@ -160,8 +161,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate on the test set."""
-        metrics = self.evaluator(self.process)
-        self.logger.log({"event": "eval", "step": self.steps, "split": "test", **metrics})
+        self.logger.log({"event": "eval", "step": self.steps, "split": "test", **self.evaluator(self.process)})
         self.clock = time.perf_counter()
 
     def save(self) -> None:
