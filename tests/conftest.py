@@ -31,7 +31,7 @@ CHOICES: dict[str, list[Any]] = {
 Bake = Callable[..., Path]
 # Each test of these files has its own runs; those of another file share some, and stay on one worker.
 INDEPENDENT = ("test_parity.py", "test_own_tests.py", "test_reports.py", "test_run_dir.py", "test_new_choice.py")
-INDEPENDENT += ("test_faults.py", "test_symptoms.py")
+INDEPENDENT += ("test_faults.py", "test_symptoms.py", "test_recipes.py")
 
 
 class ByFile(LoadScopeScheduling):

@@ -40,7 +40,7 @@ class TrainSampler(Sampler[Key]):
     def __iter__(self) -> Iterator[Key]:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
         order = torch.randperm(self.length, generator=generator)[self.start : self.steps_per_epoch * self.batch]
-        return iter([(self.epoch, index) for index in order[self.dp_rank :: self.dp_size].tolist()])
+        return ((self.epoch, index) for index in order[self.dp_rank :: self.dp_size].tolist())
 
 
 class EvalSampler(Sampler[Key]):

@@ -1,0 +1,487 @@
+"""Each recipe in docs/recipes applies, gives the same on 1 and 2 ranks, resumes, and does what it is for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from conftest import BIN, TEMPLATE, Bake, find_processes, launch, read_losses, read_records, run, started, wait_until
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+PAGES = {path.stem: path for path in sorted((TEMPLATE / "docs" / "recipes").glob("*.md"))}
+MAX_ADDED = 80  # Lines.
+STEPS = 30
+SMALL = [
+    *f"--train.max_steps {STEPS} --train.epochs 9 --train.log_every 1 --train.eval_every 15".split(),
+    *"--checkpoint.every_steps 3 --data.global_batch_size 32 --distributed.device cpu".split(),
+]
+# Of recipes that are for another project than the default one.
+ANSWERS: dict[str, dict[str, str]] = {"tokens": {"task": "language"}}
+
+
+def blocks(name: str, language: str) -> list[str]:
+    """Return the texts between the fences of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[name].read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def edited(bake: Bake) -> Callable[..., Path]:
+    """A function that renders a project, applies a recipe, and runs the page's commands before the training."""
+
+    def apply(name: str, **answers: str) -> Path:
+        project = bake(**ANSWERS.get(name, {}) | answers)
+        (project / ".venv").symlink_to(BIN.parent)
+        run("bash", "-c", f"patch -p1 --fuzz=0 < {PAGES[name]}", cwd=project)
+        (commands,) = blocks(name, "bash")
+        run("bash", "-ec", commands.split("scripts/launch.sh")[0], cwd=project)
+        return project
+
+    return apply
+
+
+def words(name: str) -> list[str]:
+    """Return the page's command that trains."""
+    return shlex.split(re.findall(r"^scripts/launch.sh (train.*)", *blocks(name, "bash"), re.MULTILINE)[0])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return what a run ended with."""
+    newest = folder / "checkpoints" / f"step-{STEPS:08d}.pt"
+    return dict(torch.load(newest, weights_only=True)["model"])
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_recipe_is_a_small_edit_that_applies_and_is_clean(edited: Callable[..., Path], name: str) -> None:
+    project = edited(name)
+    for diff in blocks(name, "diff"):
+        assert 0 < len(re.findall(r"^\+(?!\+\+ )", diff, re.MULTILINE)) <= MAX_ADDED
+    run(BIN / "ruff", "check", "src", "tests", cwd=project)
+    run(BIN / "ruff", "format", "--check", "src", "tests", cwd=project)
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", PAGES)
+def test_a_recipe_does_not_depend_on_the_ranks_and_resumes(
+    edited: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    project = edited(name)
+    command = [*words(name), *SMALL]
+    for nproc in (1, 2):
+        launch(project, *command, "--run.dir", tmp_path / str(nproc), nproc=nproc)
+    assert_close(tmp_path / "1", tmp_path / "2")
+    killed = tmp_path / "killed"
+    full = (project / "scripts" / "launch.sh", *command, "--run.dir", killed)
+    with started(*full, cwd=project, NPROC="2", MARK=str(killed)) as launcher:
+        wait_until(lambda: len(read_losses(killed)) > 6 or launcher.poll() is not None, "step 7")
+        launcher.kill()
+        wait_until(lambda: not find_processes(f"MARK={killed}"), "the ranks have ended")
+    assert 6 < len(read_losses(killed)) < STEPS
+    launch(project, *command, "--run.dir", killed)
+    assert read_losses(killed) == read_losses(tmp_path / "2")
+    ours, theirs = weights(killed), weights(tmp_path / "2")
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    run(BIN / "mypy", cwd=project)
+    run(BIN / "pytest", "-q", "tests/test_experiment.py", cwd=project)
+
+
+def assert_close(one: Path, two: Path) -> None:
+    """Assert that two runs agree to rounding: what they logged, and their weights."""
+    for ours, theirs in zip(read_records(one), read_records(two), strict=True):
+        for key, value in ours.items():
+            if isinstance(value, float) and not key.endswith("_per_second"):
+                tolerance = 1e-4 if key == "grad_norm" else 1e-5
+                assert theirs[key] == pytest.approx(value, rel=tolerance), (key, ours, theirs)
+    ours, theirs = weights(one), weights(two)
+    worst = max(float((ours[key] - value).norm() / (value.norm() + 1e-9)) for key, value in theirs.items())
+    losses = max(abs(a / b - 1) for a, b in zip(read_losses(one), read_losses(two), strict=True))
+    print(f"largest relative difference between 1 and 2 ranks: {losses:.1e} of a loss, {worst:.1e} of weights")
+    assert worst <= 1e-4  # A small tensor that started at zero changes most.
+
+
+COMPARE_IMAGES = """
+import numpy as np, torch
+from my_experiment.config import Config, DatasetConfig
+from my_experiment.dataset import build_datasets
+train_set, test_set = build_datasets(Config(dataset=DatasetConfig(min_crop=0.5)))
+with np.load("src/my_experiment/digits.npz") as arrays:
+    images, labels = arrays["test_images"], arrays["test_labels"]
+assert len(test_set) == len(images)
+for (image, label), file in zip((test_set[i] for i in range(len(test_set))), test_set.files):
+    pixels = torch.from_numpy(images[int(file.stem)] * 15) / 255
+    assert label == labels[int(file.stem)] and torch.equal(image, pixels.expand(3, 8, 8))
+assert not torch.equal(train_set[0][0], train_set[0][0])  # Another crop.
+"""
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_images_are_the_pixels_of_their_files_and_other_names_are_refused(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project = edited("images")
+    run(BIN / "python", "-c", COMPARE_IMAGES, cwd=project, PYTHONPATH="src")
+    command = (*words("images"), *SMALL, "--run.dir", tmp_path / "run")
+    launch(project, *command, "--train.max_steps", "3")
+    (project / "data").rename(project / "moved")
+    moved = (*command, "--dataset.path", "moved/images")
+    assert "step 3 of 6" in launch(project, *moved, "--train.max_steps", "6").stdout
+    image = next(project.glob("moved/images/train/0/*.png"))
+    image.rename(image.with_stem("renamed"))
+    assert "the content of dataset.path is" in launch(project, *moved, code=2).stderr
+    (project / "moved" / "images" / "test" / "7").rename(project / "seven")
+    error = "error: dataset.path is moved/images; give one with the same 10 classes in train and test\n"
+    assert launch(project, *moved, code=2).stderr == error
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_muon_takes_orthogonal_steps_that_are_equal_under_ddp_and_fsdp(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    losses = []
+    for parallelism in ("ddp", "fsdp"):
+        project = edited("muon", folder=parallelism, parallelism=parallelism)
+        for nproc in (1, 2, 4):
+            folder = tmp_path / f"{parallelism}{nproc}"
+            every_step = "--optim.weight_decay 0 --checkpoint.every_steps 1".split()
+            launch(project, *words("muon"), *SMALL, *every_step, "--run.dir", folder, nproc=nproc)
+            losses.append(torch.tensor(read_losses(folder), dtype=torch.float64))
+        before = torch.load(folder / "checkpoints" / f"step-{STEPS - 1:08d}.pt", weights_only=True)["model"]
+        lr = read_records(folder, "train")[-1]["lr"]
+        for name, after in weights(folder).items():
+            if after.dim() > 1:
+                update = ((after - before[name]) / lr).flatten(1)
+                values = torch.linalg.svdvals(update / (0.2 * max(update.shape) ** 0.5))
+                is_orthogonal = bool(values.median() > 0.6 and values.max() < 1.25)  # Those near zero stay small.
+                assert is_orthogonal != name.startswith(("stem", "head")), (name, values)
+    worst = max(float((each / losses[0] - 1).abs().max()) for each in losses)
+    print(f"largest relative difference of a loss under ddp and fsdp on 1, 2 and 4 ranks: {worst:.1e}")
+    assert worst <= 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_windows_are_those_of_the_files_of_tokens(edited: Callable[..., Path]) -> None:
+    project = edited("tokens")
+    script = """
+import torch
+from my_experiment.__main__ import parse
+from my_experiment.dataset import build_datasets
+_, config, _ = parse(["train", "--dataset.path", "data/mixture.yaml", "--model.vocabulary", "257"])
+samples, test = build_datasets(config)
+torch.save([torch.stack(part) for part in zip(*(samples[i] for i in range(len(samples))))], "windows.pt")
+"""
+    run(BIN / "python", "-c", script, cwd=project, PYTHONPATH=str(project / "src"))
+    inputs, targets = torch.load(project / "windows.pt", weights_only=True)
+    windows = []
+    for name, repeats in (("code", 0.5), ("mail", 2)):
+        tokens = torch.from_numpy(np.fromfile(project / f"data/{name}.bin", np.uint16)[:4_000_000].astype(np.int64))
+        count = (len(tokens) - 200_000 - 1) // 64
+        assert tokens.max() == 256  # What ends a document.
+        for number in range(round(repeats * count)):
+            start = 64 * (number * count // round(repeats * count))
+            windows.append(tokens[start : start + 65])
+    expected = torch.stack(windows)
+    assert torch.equal(inputs, expected[:, :-1])
+    assert torch.equal(targets, expected[:, 1:].where(inputs != 256, -100)) and (targets == -100).any()
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_a_tokenizer_writes_and_reads_tokens(edited: Callable[..., Path]) -> None:
+    project = edited("tokens")
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(), ByteLevelDecoder()
+    text = (project / "README.md").read_text()
+    alphabet = ByteLevel.alphabet()
+    tokenizer.train_from_iterator([text], BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.save(str(project / "tokenizer.json"))
+    words = ("data/readme.bin", "README.md", "--tokenizer", "tokenizer.json")
+    assert "--model.vocabulary 501" in run(BIN / "python", "scripts/prepare.py", *words, cwd=project).stdout
+    tokens = np.fromfile(project / "data/readme.bin", np.uint16)
+    assert tokenizer.decode(tokens[:-1].tolist()).strip() == text.strip() and tokens[-1] == 500
+    options = ["--dataset.path", "data/readme.bin", "--dataset.test_bytes", "500", "--run.dir", "run", *SMALL[2:]]
+    err = launch(project, "train", *options, "--model.vocabulary", "500", code=2).stderr
+    assert "data/readme.bin has 501 different tokens" in err and len(err.splitlines()) == 1
+    launch(project, "train", *options, "--model.vocabulary", "501", "--train.max_steps", "2", "--model.context", "8")
+    newest = project / "run" / "checkpoints" / "step-00000002.pt"
+    words = ("--checkpoint", newest, "--prompt", "training", "--length", "5", "--distributed.device", "cpu")
+    assert launch(project, "generate", *words).stdout.strip().startswith("training")
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_the_estimate_is_what_the_page_shows(edited: Callable[..., Path]) -> None:
+    project = edited("tokens", parallelism="fsdp")
+    (command,), (printed,) = blocks("tokens", "sh"), blocks("tokens", "text")
+    assert run("bash", "-c", command, cwd=project, PYTHONPATH=str(project / "src")).stdout == printed
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_a_student_learns_from_the_frozen_teacher_of_the_file(edited: Callable[..., Path], tmp_path: Path) -> None:
+    project = edited("distillation")
+    script = """if True:
+        import sys, torch
+        from my_experiment.__main__ import parse
+        from my_experiment.distributed import cleanup, setup
+        from my_experiment.train import Trainer
+        _, config, _ = parse(sys.argv[1:])
+        trainer, calls = Trainer(config, setup(config)), []
+        task, student = trainer.task, trainer.parallel.module
+        task.teacher.register_forward_hook(lambda *_: calls.append(1))
+        trainer.run()
+        assert len(calls) == 4 + 2, calls  # Steps, each of two micro-batches, and batches of evaluation.
+        file = torch.load(config.teacher.checkpoint, weights_only=True)["model"]
+        assert file["head.linear.weight"].shape == (10, 64) and student.head.linear.weight.shape == (10, 32)
+        assert all(torch.equal(value, file[name]) for name, value in task.teacher.state_dict().items())
+        assert not any(p.requires_grad or p.grad is not None for p in task.teacher.parameters())
+        images, labels = torch.rand(20, 1, 8, 8), torch.arange(20) % 10
+        inputs, targets = task.prepare(images, labels)
+        p, q = (torch.softmax(model(images).double() / 4, 1) for model in (task.teacher, student))
+        hard = -student(images).double().log_softmax(1)[range(20), labels].sum()
+        expected = 0.1 * hard + 0.9 * 16 * (p * (p / q).log()).sum()
+        loss = task.losses(student(inputs), targets)["loss"].double()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        cleanup()
+    """
+    command = [*words("distillation"), *SMALL, "--train.max_steps", "4", "--train.microbatches", "2"]
+    python = run(BIN / "python", "-c", script, *command, "--run.dir", tmp_path, cwd=project, PYTHONPATH="src")
+    assert "eval   step 4/4" in python.stdout
+    assert not [name for name in torch.load(tmp_path / "checkpoints/step-00000004.pt")["model"] if "teacher" in name]
+
+
+EVALUATE_TABLE = """
+import sys
+import numpy as np, torch
+from my_experiment.config import ModelConfig
+from my_experiment.model import build_model
+rows = np.loadtxt("data/table.csv", delimiter=",", skiprows=1)
+train = np.array([row for number, row in enumerate(rows) if number % 5 != 4])
+features, targets = rows[4::5, :-1], rows[4::5, -1]
+model = build_model(ModelConfig(width=64, depth=3))
+model.load_state_dict(torch.load(sys.argv[1], weights_only=True)["model"])
+inputs = torch.tensor((features - train.mean(axis=0)[:-1]) / train.std(axis=0)[:-1], dtype=torch.float32)
+predictions = model(inputs).detach().double().numpy()[:, 0] * train.std(axis=0)[-1] + train.mean(axis=0)[-1]
+print(1 - np.mean((targets - predictions) ** 2) / targets.var())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_a_table_is_standardized_by_its_training_rows_and_r2_is_exact(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project = edited("table")
+    command = (*words("table"), *SMALL, "--data.eval_batch_size", "17")
+    launch(project, *command, "--run.dir", tmp_path / "one", nproc=1)
+    newest = tmp_path / "one" / "checkpoints" / f"step-{STEPS:08d}.pt"
+    r2 = float(run(BIN / "python", "-c", EVALUATE_TABLE, newest, cwd=project, PYTHONPATH="src").stdout)
+    assert read_records(tmp_path / "one", "eval")[-1]["r2"] == pytest.approx(r2, rel=1e-5)
+    header, *rows = (project / "data" / "table.csv").read_text().splitlines()
+    rows[4::5] = [",".join(["100"] * 11)] * len(rows[4::5])
+    (project / "data" / "table.csv").write_text("\n".join([header, *rows]))
+    launch(project, *command, "--run.dir", tmp_path / "other", nproc=1)
+    assert read_losses(tmp_path / "other") == read_losses(tmp_path / "one")
+    ours, theirs = read_records(tmp_path / "one", "eval"), read_records(tmp_path / "other", "eval")
+    assert ours[-1]["loss"] != theirs[-1]["loss"]
+
+
+TAKE_A_POISONED_STEP = """
+import copy, torch
+from my_experiment.__main__ import parse
+from my_experiment.distributed import cleanup, setup
+from my_experiment.train import Trainer
+config = parse(["train", "--run.dir", "runs/poisoned", "--distributed.device", "cpu"])[1]
+trainer, states = Trainer(config, setup(config)), []
+images, labels = next(iter(trainer.loader))
+for factor in (1, torch.nan, 1):
+    trainer.step(images * factor, labels)
+    model, optimizer = trainer.parallel.full_state_dict(trainer.optimizer)
+    states.append(copy.deepcopy([model, *optimizer.values()]))
+def equal(ours, theirs):
+    return [torch.equal(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) for key in a]
+assert all(equal(states[0], states[1])) and not any(equal(states[1], states[2]))
+cleanup()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_a_step_with_a_poisoned_sample_is_skipped_on_all_ranks_and_changes_nothing(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project = edited("skip")
+    run(BIN / "python", "-c", TAKE_A_POISONED_STEP, cwd=project, PYTHONPATH="src")
+    dataset, end = project / "src" / "my_experiment" / "dataset.py", "        self.max_shift = max_shift\n"
+    poisoned = end + '        if split == "train":\n            self.images[{}] = torch.nan\n'
+    clean = dataset.read_text()
+    dataset.write_text(clean.replace(end, poisoned.format(788)))  # Read in step 11.
+    command = [*words("skip"), *SMALL, "--train.log_every", "3"]
+    for nproc in (1, 2):
+        launch(project, *command, "--run.dir", tmp_path / str(nproc), nproc=nproc)
+    one, two = ([r for r in read_records(tmp_path / n) if "loss" in r] for n in "12")
+    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], rel=1e-5)
+    skipped = [[r.get("skipped_steps", 0) for r in records] for records in (one, two)]
+    assert skipped[0] == skipped[1] and sum(skipped[0]) == 1
+    for key, value in weights(tmp_path / "2").items():
+        assert value.isfinite().all() and (weights(tmp_path / "1")[key] - value).norm() <= 1e-4 * value.norm()
+    dataset.write_text(clean.replace(end, poisoned.format(slice(None))))
+    error = launch(project, *command, "--run.dir", tmp_path / "all", code=2).stderr
+    assert error.startswith("error: no step from 1 to 3 has a finite loss and gradient; ")
+
+
+PAD_TEXT = """
+import torch
+from my_experiment.config import Config
+from my_experiment.dataset import build_datasets, collate_fn
+from my_experiment.model import build_model
+_, test_set = build_datasets(Config())
+lines = open("data/lines.tsv").read().splitlines()[4::5]
+for (tokens, label), line in zip((test_set[i] for i in range(len(test_set))), lines, strict=True):
+    assert f"{label}\\t{bytes(tokens[1:].tolist()).decode()}" == line[:97]
+torch.manual_seed(0)
+model = build_model(Config().model).double()
+short, long = sorted((test_set[i] for i in range(50)), key=lambda sample: len(sample[0]))[:: 49]
+alone, (padded, labels) = collate_fn([short])[0], collate_fn([short, long])
+assert padded["input_ids"].shape[1] == len(long[0]) > alone["input_ids"].shape[1]
+change = (model(padded)[0] - model(alone)[0]).norm() / model(alone)[0].norm()
+padded["attention_mask"] = torch.ones_like(padded["attention_mask"])
+without_mask = (model(padded)[0] - model(alone)[0]).norm() / model(alone)[0].norm()
+assert change < 1e-12 and without_mask > 1e-4, (change, without_mask)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_text_is_padded_and_without_the_mask_the_losses_depend_on_the_ranks(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project = edited("text")
+    run(BIN / "python", "-c", PAD_TEXT, cwd=project, PYTHONPATH="src")
+    dataset, mask = project / "src" / "my_experiment" / "dataset.py", "(input_ids != PAD).long()"
+    assert mask in dataset.read_text()
+    dataset.write_text(dataset.read_text().replace(mask, "torch.ones_like(input_ids)"))
+    for nproc in (1, 2):
+        launch(project, *words("text"), *SMALL, "--run.dir", tmp_path / str(nproc), nproc=nproc)
+    one, two = read_losses(tmp_path / "1"), read_losses(tmp_path / "2")
+    assert max(abs(a / b - 1) for a, b in zip(one, two, strict=True)) > 1e-3
+
+
+WHAT_A_LOSS_TRAINS = """
+import torch
+from torch.utils.data import default_collate
+from my_experiment.config import Config
+from my_experiment.dataset import build_datasets
+from my_experiment.model import build_model
+from my_experiment.task import Task
+config = Config()
+model, task = build_model(config.model), Task(config, torch.device("cpu"))
+inputs, targets = default_collate([build_datasets(config)[0][i] for i in range(8)])
+gradients = {}
+for name in ("generator_loss", "discriminator_loss", "loss"):
+    model.zero_grad()
+    outputs = model(inputs)
+    assert torch.equal(outputs["fooled"], outputs["fake_logits"])
+    task.losses(outputs, targets)[name].backward()
+    gradients[name] = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+for network in ("generator", "discriminator"):
+    own = gradients[f"{network}_loss"]
+    assert own.keys() == {f"{network}.{key}" for key, _ in getattr(model, network).named_parameters()}
+    assert all(value.any() and torch.allclose(value, gradients["loss"][key], rtol=1e-5) for key, value in own.items())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_each_network_of_a_gan_gets_the_gradient_of_its_own_loss_alone(edited: Callable[..., Path]) -> None:
+    run(BIN / "python", "-c", WHAT_A_LOSS_TRAINS, cwd=edited("gan"), PYTHONPATH="src")
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_a_killed_sweep_resumes_its_trial_and_its_values_do_not_depend_on_the_ranks(
+    edited: Callable[..., Path],
+) -> None:
+    command = (BIN / "python", "scripts/sweep.py", "3", *SMALL)
+    projects = [edited("sweep", folder=f"on{nproc}") for nproc in (1, 2)]
+    runs = projects[1] / "runs" / "sweep"
+    with started(*command, cwd=projects[1], NPROC="2", MARK=str(runs)) as sweep:
+        wait_until(lambda: len(read_losses(runs / "1")) > 6 or sweep.poll() is not None, "step 7 of the second trial")
+        sweep.kill()
+        wait_until(lambda: not find_processes(f"MARK={runs}"), "the ranks have ended")
+    assert [trial.state.name for trial in read_trials(projects[1])] == ["COMPLETE", "RUNNING"]
+    assert len(read_losses(runs / "1")) < STEPS
+    for nproc, project in enumerate(projects, start=1):
+        run(*command, cwd=project, NPROC=str(nproc))
+    starts = [json.loads((runs / str(number) / "provenance.json").read_text()) for number in range(3)]
+    assert [len(start["earlier"]) for start in starts] == [0, 1, 0] and starts[1]["step"] > 0 == starts[2]["step"]
+    assert sorted(folder.name for folder in runs.glob("[0-9]*")) == ["0", "1", "2"]
+    for one, two in zip(*map(read_trials, projects), strict=True):
+        assert one.state.name == two.state.name == "COMPLETE" and one.params == two.params
+        assert one.value == pytest.approx(two.value, rel=1e-5)
+        assert two.value == read_records(runs / str(two.number))[-1]["loss"]
+    assert len({trial.params["optim.lr"] for trial in read_trials(projects[0])}) == 3
+
+
+def read_trials(project: Path) -> list[optuna.trial.FrozenTrial]:
+    """Return the trials of the search in a project."""
+    return optuna.load_study(study_name="sweep", storage=f"sqlite:///{project}/runs/sweep/study.db").trials
+
+
+READ_LINES = """
+import random, sys
+from functools import cache
+from itertools import groupby
+import numpy as np, torch
+from torch.nn import functional as F
+from my_experiment.config import ModelConfig
+from my_experiment.model import build_model
+model = build_model(ModelConfig(width=64))
+model.load_state_dict(torch.load(sys.argv[1], weights_only=True)["model"])
+@cache
+def distance(a, b):
+    if not a or not b:
+        return len(a + b)
+    return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
+digits = np.load("src/my_experiment/digits.npz")
+loss = errors = labels = 0
+for index in range(360):
+    generator = random.Random(index)
+    chosen = [generator.randrange(360) for _ in range(generator.randint(1, 5))]
+    frames = torch.tensor(np.hstack(digits["test_images"][chosen]).T / 16, dtype=torch.float32)
+    target = [digit + 1 for digit in digits["test_labels"][chosen].tolist()]
+    outputs = model.head(model.gru(frames)[0]).detach()
+    loss += F.ctc_loss(outputs.log_softmax(1), torch.tensor(target), (len(frames),), (len(target),), reduction="sum")
+    path = [label for label, _ in groupby(outputs.argmax(dim=1).tolist()) if label]
+    errors, labels = errors + distance(tuple(path), tuple(target)), labels + len(target)
+print(float(loss) / labels, errors / labels)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_speech_has_the_loss_and_the_error_rate_of_lines_that_are_read_alone(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project = edited("speech")
+    longer = "--data.eval_batch_size 17 --train.max_steps 200 --train.eval_every 200".split()
+    launch(project, *words("speech"), *SMALL, *longer, "--run.dir", tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000200.pt"
+    printed = run(BIN / "python", "-c", READ_LINES, newest, cwd=project, PYTHONPATH="src").stdout
+    loss, error_rate = map(float, printed.split())
+    (record,) = read_records(tmp_path / "run", "eval")
+    assert [record["loss"], record["error_rate"]] == pytest.approx([loss, error_rate], rel=1e-5)
+    assert 0 < error_rate < 0.9  # Not of blanks alone.
