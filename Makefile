@@ -12,7 +12,7 @@ QUESTIONS := project_name project_slug description author parallelism task launc
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-weekly test-gpu lint sizes bump
+.PHONY: help demo test test-long test-weekly test-gpu lint sizes diffs bump
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test         check every rendered file; compare every strategy with a plain loop: five minutes"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-gpu     compare with the plain loop on this machine's GPUs"
 	@echo "make lint         run the pre-commit checks"
 	@echo "make sizes        print the sizes of what is rendered, and their caps"
+	@echo "make diffs        write docs/diffs, between the default project and other strategies"
 	@echo "make bump         move every pin to its newest version"
 
 demo: .venv/installed
@@ -46,6 +47,9 @@ lint: .venv/installed
 
 sizes: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/sizes.py
+
+diffs: .venv/installed
+	@$(BIN)/python tests/documents/diffs.py
 
 bump: .venv/installed
 	@$(BIN)/python .ci/bump.py

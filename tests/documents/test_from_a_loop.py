@@ -1,0 +1,51 @@
+"""docs/from-a-loop.md: its diffs apply one after the other, and each loop prints what the page shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import BIN, TEMPLATE, Bake, run
+
+TEXT = (TEMPLATE / "docs" / "from-a-loop.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+LINES = r"(?:rank \d+, )?epoch \d: last batch \[[^]]*\], loss \d\.\d+|(?:rank \d+: )?\d+ of \d+ are right"
+
+
+def assert_same(printed: str, shown: str) -> None:
+    """Assert that a program prints the lines of a block, in any order of ranks, and losses to 0.01."""
+    lines = [sorted(re.findall(LINES, text)) for text in (printed, shown)]
+    losses = [[float(loss) for loss in re.findall(r"loss (\S+)", "\n".join(each))] for each in lines]
+    assert losses[0] == pytest.approx(losses[1], abs=0.01)
+    assert [re.sub("loss .*", "", line) for line in lines[0]] == [re.sub("loss .*", "", line) for line in lines[1]]
+
+
+@pytest.mark.long
+def test_each_loop_prints_what_the_page_shows(bake: Bake) -> None:
+    project, printed = bake(), ""
+    (project / ".venv").symlink_to(BIN.parent)
+    for kind, text in BLOCKS:
+        if kind == "python":
+            (project / "loop.py").write_text(text)
+            assert len(text.splitlines()) <= 30
+        elif kind == "diff":
+            (project / "edit.diff").write_text(text)
+            run("patch", "--fuzz=0", "loop.py", "edit.diff", cwd=project)
+        elif kind == "bash":
+            printed = run("bash", "-ec", text, cwd=project).stdout
+        elif "are right" in text:
+            assert_same(printed, text)
+        else:
+            assert printed == text
+
+
+def test_the_page_has_five_changes() -> None:
+    assert [kind for kind, _ in BLOCKS].count("diff") == 5
+
+
+def test_what_the_page_names_exists(bake: Bake) -> None:
+    project = bake()
+    code = {path.name: path.read_text() for path in Path(project / "src" / "my_experiment").glob("*.py")}
+    for file, names in re.findall(r"^\| .*? \| `(\w+\.py)`: (.*?) \|", TEXT, re.MULTILINE):
+        assert all(name.split(".")[-1] in code[file] for name in re.findall(r"`([^`]+)`", names))
