@@ -485,3 +485,67 @@ def test_speech_has_the_loss_and_the_error_rate_of_lines_that_are_read_alone(
     (record,) = read_records(tmp_path / "run", "eval")
     assert [record["loss"], record["error_rate"]] == pytest.approx([loss, error_rate], rel=1e-5)
     assert 0 < error_rate < 0.9  # Not of blanks alone.
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_adapters_alone_are_trained_and_merge_into_the_model_without_them(
+    edited: Callable[..., Path], bake: Bake, tmp_path: Path
+) -> None:
+    project, original = edited("lora"), bake("original")
+    script = """if True:
+        import sys, torch
+        from my_experiment.__main__ import parse
+        from my_experiment.dataset import build_datasets
+        from my_experiment.distributed import cleanup, setup
+        from my_experiment.train import Trainer
+        _, config, _ = parse(sys.argv[1:])
+        trainer = Trainer(config, setup(config))
+        model = trainer.parallel.module
+        before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        trainer.run()
+        now, file = model.state_dict(), torch.load(config.model.weights, weights_only=True)["model"]
+        assert now.keys() == {*file, *before} and len(before) == 2 * sum(value.dim() > 1 for value in file.values())
+        assert all(torch.equal(now[name], value) for name, value in file.items())
+        assert not any(torch.equal(now[name], value) for name, value in before.items())
+        images = torch.stack([image for image, _ in build_datasets(config)[1]])
+        torch.save(model.eval()(images).detach(), f"{config.run.dir}/outputs.pt")
+        cleanup()
+    """
+    command = (*words("lora"), *SMALL, "--run.dir", tmp_path)
+    run(BIN / "python", "-c", script, *command, cwd=project, PYTHONPATH="src")
+    newest, (base,) = tmp_path / "checkpoints" / f"step-{STEPS:08d}.pt", project.glob("runs/base/checkpoints/*.pt")
+    assert all(".adapter." in name for name in weights(tmp_path))
+    assert newest.stat().st_size < base.stat().st_size / 10
+    launch(project, "export", "--checkpoint", newest, "--output", tmp_path / "merged.safetensors")
+    script = """if True:
+        import sys, torch
+        from safetensors.torch import load_file
+        from my_experiment.config import Config
+        from my_experiment.dataset import build_datasets
+        from my_experiment.model import build_model
+        config, outputs = Config(), torch.load(sys.argv[1] + "/outputs.pt")
+        config.model.width, config.model.depth = 32, 3
+        model, images = build_model(config.model), torch.stack([image for image, _ in build_datasets(config)[1]])
+        model.load_state_dict(load_file(sys.argv[1] + "/merged.safetensors"))
+        with torch.no_grad():
+            difference = (model(images) - outputs).norm() / outputs.norm()
+        print(f"{difference:.1e}")
+    """
+    python = run(BIN / "python", "-c", script, tmp_path, cwd=original, PYTHONPATH="src")
+    print(f"difference of the outputs after the merge: {python.stdout}")
+    assert float(python.stdout) < 1e-5
+    base.rename(base.with_stem("moved"))
+    error = launch(project, "export", "--checkpoint", newest, "--output", tmp_path / "other.safetensors", code=2).stderr
+    assert "is not the file that the adapters were trained on" in error
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_a_stream_gives_each_rank_its_samples_in_their_order(edited: Callable[..., Path], tmp_path: Path) -> None:
+    project = edited("stream")
+    command = ["train", *SMALL, "--dataset.max_shift", "1", "--train.max_steps", "50"]  # 44 steps are an epoch.
+    for workers in ("0", "2"):
+        launch(project, *command, "--data.num_workers", workers, "--run.dir", tmp_path / workers)
+    assert read_losses(tmp_path / "0") == read_losses(tmp_path / "2")
+    run(BIN / "pytest", "-q", "tests/test_split.py", cwd=project)  # It has 2 loader processes on 2 ranks.
