@@ -549,3 +549,25 @@ def test_a_stream_gives_each_rank_its_samples_in_their_order(edited: Callable[..
         launch(project, *command, "--data.num_workers", workers, "--run.dir", tmp_path / workers)
     assert read_losses(tmp_path / "0") == read_losses(tmp_path / "2")
     run(BIN / "pytest", "-q", "tests/test_split.py", cwd=project)  # It has 2 loader processes on 2 ranks.
+
+
+@pytest.mark.long
+@pytest.mark.weekly
+def test_a_contrastive_loss_of_local_batches_would_depend_on_the_ranks(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project = edited("contrastive")
+    file = project / "src" / "my_experiment" / "task.py"
+    variants = {"as it is": ("", ""), "local batches": ("if dist.is_initialized():", "if TEMPERATURE < 0:")}
+    variants["gradients of one rank"] = ("        dist.all_reduce(gradient)\n", "")
+    text, measured = file.read_text(), dict[str, list[float]]()
+    for name, change in variants.items():
+        file.write_text(text.replace(*change))
+        runs = [tmp_path / f"{name} on {nproc}" for nproc in (1, 2)]
+        for nproc, folder in enumerate(runs, start=1):
+            launch(project, *words("contrastive"), *SMALL, "--run.dir", folder, nproc=nproc)
+        measured[name] = [abs(b / a - 1) for a, b in zip(*map(read_losses, runs), strict=True)]
+        print(f"{name}: difference of the loss between 1 and 2 ranks is up to {max(measured[name]):.1e}")
+    assert max(measured["as it is"]) <= 1e-5
+    assert min(measured["local batches"]) > 0.1
+    assert measured["gradients of one rank"][0] < 1e-6 and max(measured["gradients of one rank"]) > 1e-3
