@@ -49,7 +49,7 @@ sizes: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/sizes.py
 
 diffs: .venv/installed
-	@$(BIN)/python tests/documents/diffs.py
+	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/diffs.py
 
 bump: .venv/installed
 	@$(BIN)/python .ci/bump.py

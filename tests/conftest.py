@@ -157,6 +157,18 @@ def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) ->
     return run(project / "scripts" / "launch.sh", *words, cwd=project, NPROC=str(nproc), **options)
 
 
+def launch_and_kill(
+    project: Path, *words: str | Path, when: Callable[[], object], nproc: int = 2, seconds: float = 120
+) -> None:
+    """Run a command of a project, kill its launcher with SIGKILL once ``when`` is true, and wait for its processes."""
+    mark, script = uuid4().hex, project / "scripts" / "launch.sh"
+    with started(script, *words, cwd=project, NPROC=str(nproc), MARK=mark) as launcher:
+        wait_until(lambda: when() or launcher.poll() is not None, "the launcher can be killed", seconds)
+        assert launcher.poll() is None, launcher.communicate()
+        launcher.kill()
+        wait_until(lambda: not find_processes(f"MARK={mark}"), "the ranks, and what they have started, end", 60)
+
+
 def launch_on_full_disk(project: Path, *words: str) -> str:
     """Run a command on two ranks that cannot write files of over 64 KiB, and fails; returns what it reports."""
     limited = ("bash", "-c", 'ulimit -f 64 && exec scripts/launch.sh "$@"', "bash", *words)
@@ -193,4 +205,4 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 120)
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds} s, still not: {what}"
-        time.sleep(0.01)
+        time.sleep(0.005)  # A step of a small model takes some milliseconds.

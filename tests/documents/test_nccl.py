@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import BIN, TEMPLATE, run
 
-pytestmark = [pytest.mark.long, pytest.mark.weekly]
+pytestmark = pytest.mark.weekly
 
 
 def test_variables_are_in_the_library_or_gone(tmp_path: Path) -> None:

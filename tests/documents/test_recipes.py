@@ -12,7 +12,19 @@ import numpy as np
 import optuna
 import pytest
 import torch
-from conftest import BIN, TEMPLATE, Bake, find_processes, launch, read_losses, read_records, run, started, wait_until
+from conftest import (
+    BIN,
+    TEMPLATE,
+    Bake,
+    find_processes,
+    launch,
+    launch_and_kill,
+    read_losses,
+    read_records,
+    run,
+    started,
+    wait_until,
+)
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -61,6 +73,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(torch.load(newest, weights_only=True)["model"])
 
 
+def run_python(project: Path, script: str, *words: str | Path) -> str:
+    """Run a script with the package of a project; returns what it printed."""
+    return run(BIN / "python", "-c", script, *words, cwd=project, PYTHONPATH="src").stdout
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_recipe_is_a_small_edit_that_applies_and_is_clean(edited: Callable[..., Path], name: str) -> None:
     project = edited(name)
@@ -70,7 +87,6 @@ def test_a_recipe_is_a_small_edit_that_applies_and_is_clean(edited: Callable[...
     run(BIN / "ruff", "format", "--check", "src", "tests", cwd=project)
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", PAGES)
 def test_a_recipe_does_not_depend_on_the_ranks_and_resumes(
@@ -82,11 +98,7 @@ def test_a_recipe_does_not_depend_on_the_ranks_and_resumes(
         launch(project, *command, "--run.dir", tmp_path / str(nproc), nproc=nproc)
     assert_close(tmp_path / "1", tmp_path / "2")
     killed = tmp_path / "killed"
-    full = (project / "scripts" / "launch.sh", *command, "--run.dir", killed)
-    with started(*full, cwd=project, NPROC="2", MARK=str(killed)) as launcher:
-        wait_until(lambda: len(read_losses(killed)) > 6 or launcher.poll() is not None, "step 7")
-        launcher.kill()
-        wait_until(lambda: not find_processes(f"MARK={killed}"), "the ranks have ended")
+    launch_and_kill(project, *command, "--run.dir", killed, when=lambda: len(read_losses(killed)) > 6)
     assert 6 < len(read_losses(killed)) < STEPS
     launch(project, *command, "--run.dir", killed)
     assert read_losses(killed) == read_losses(tmp_path / "2")
@@ -125,13 +137,12 @@ assert not torch.equal(train_set[0][0], train_set[0][0])  # Another crop.
 """
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_images_are_the_pixels_of_their_files_and_other_names_are_refused(
     edited: Callable[..., Path], tmp_path: Path
 ) -> None:
     project = edited("images")
-    run(BIN / "python", "-c", COMPARE_IMAGES, cwd=project, PYTHONPATH="src")
+    run_python(project, COMPARE_IMAGES)
     command = (*words("images"), *SMALL, "--run.dir", tmp_path / "run")
     launch(project, *command, "--train.max_steps", "3")
     (project / "data").rename(project / "moved")
@@ -145,7 +156,6 @@ def test_images_are_the_pixels_of_their_files_and_other_names_are_refused(
     assert launch(project, *moved, code=2).stderr == error
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_muon_takes_orthogonal_steps_that_are_equal_under_ddp_and_fsdp(
     edited: Callable[..., Path], tmp_path: Path
@@ -171,7 +181,6 @@ def test_muon_takes_orthogonal_steps_that_are_equal_under_ddp_and_fsdp(
     assert worst <= 1e-5
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_windows_are_those_of_the_files_of_tokens(edited: Callable[..., Path]) -> None:
     project = edited("tokens")
@@ -183,7 +192,7 @@ _, config, _ = parse(["train", "--dataset.path", "data/mixture.yaml", "--model.v
 samples, test = build_datasets(config)
 torch.save([torch.stack(part) for part in zip(*(samples[i] for i in range(len(samples))))], "windows.pt")
 """
-    run(BIN / "python", "-c", script, cwd=project, PYTHONPATH=str(project / "src"))
+    run_python(project, script)
     inputs, targets = torch.load(project / "windows.pt", weights_only=True)
     windows = []
     for name, repeats in (("code", 0.5), ("mail", 2)):
@@ -198,7 +207,6 @@ torch.save([torch.stack(part) for part in zip(*(samples[i] for i in range(len(sa
     assert torch.equal(targets, expected[:, 1:].where(inputs != 256, -100)) and (targets == -100).any()
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_a_tokenizer_writes_and_reads_tokens(edited: Callable[..., Path]) -> None:
     project = edited("tokens")
@@ -221,7 +229,6 @@ def test_a_tokenizer_writes_and_reads_tokens(edited: Callable[..., Path]) -> Non
     assert launch(project, "generate", *words).stdout.strip().startswith("training")
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_the_estimate_is_what_the_page_shows(edited: Callable[..., Path]) -> None:
     project = edited("tokens", parallelism="fsdp")
@@ -229,7 +236,6 @@ def test_the_estimate_is_what_the_page_shows(edited: Callable[..., Path]) -> Non
     assert run("bash", "-c", command, cwd=project, PYTHONPATH=str(project / "src")).stdout == printed
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_a_student_learns_from_the_frozen_teacher_of_the_file(edited: Callable[..., Path], tmp_path: Path) -> None:
     project = edited("distillation")
@@ -258,8 +264,7 @@ def test_a_student_learns_from_the_frozen_teacher_of_the_file(edited: Callable[.
         cleanup()
     """
     command = [*words("distillation"), *SMALL, "--train.max_steps", "4", "--train.microbatches", "2"]
-    python = run(BIN / "python", "-c", script, *command, "--run.dir", tmp_path, cwd=project, PYTHONPATH="src")
-    assert "eval   step 4/4" in python.stdout
+    assert "eval   step 4/4" in run_python(project, script, *command, "--run.dir", tmp_path)
     assert not [name for name in torch.load(tmp_path / "checkpoints/step-00000004.pt")["model"] if "teacher" in name]
 
 
@@ -279,7 +284,6 @@ print(1 - np.mean((targets - predictions) ** 2) / targets.var())
 """
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_a_table_is_standardized_by_its_training_rows_and_r2_is_exact(
     edited: Callable[..., Path], tmp_path: Path
@@ -288,7 +292,7 @@ def test_a_table_is_standardized_by_its_training_rows_and_r2_is_exact(
     command = (*words("table"), *SMALL, "--data.eval_batch_size", "17")
     launch(project, *command, "--run.dir", tmp_path / "one", nproc=1)
     newest = tmp_path / "one" / "checkpoints" / f"step-{STEPS:08d}.pt"
-    r2 = float(run(BIN / "python", "-c", EVALUATE_TABLE, newest, cwd=project, PYTHONPATH="src").stdout)
+    r2 = float(run_python(project, EVALUATE_TABLE, newest))
     assert read_records(tmp_path / "one", "eval")[-1]["r2"] == pytest.approx(r2, rel=1e-5)
     header, *rows = (project / "data" / "table.csv").read_text().splitlines()
     rows[4::5] = [",".join(["100"] * 11)] * len(rows[4::5])
@@ -318,13 +322,12 @@ cleanup()
 """
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_a_step_with_a_poisoned_sample_is_skipped_on_all_ranks_and_changes_nothing(
     edited: Callable[..., Path], tmp_path: Path
 ) -> None:
     project = edited("skip")
-    run(BIN / "python", "-c", TAKE_A_POISONED_STEP, cwd=project, PYTHONPATH="src")
+    run_python(project, TAKE_A_POISONED_STEP)
     dataset, end = project / "src" / "my_experiment" / "dataset.py", "        self.max_shift = max_shift\n"
     poisoned = end + '        if split == "train":\n            self.images[{}] = torch.nan\n'
     clean = dataset.read_text()
@@ -364,13 +367,12 @@ assert change < 1e-12 and without_mask > 1e-4, (change, without_mask)
 """
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_text_is_padded_and_without_the_mask_the_losses_depend_on_the_ranks(
     edited: Callable[..., Path], tmp_path: Path
 ) -> None:
     project = edited("text")
-    run(BIN / "python", "-c", PAD_TEXT, cwd=project, PYTHONPATH="src")
+    run_python(project, PAD_TEXT)
     dataset, mask = project / "src" / "my_experiment" / "dataset.py", "(input_ids != PAD).long()"
     assert mask in dataset.read_text()
     dataset.write_text(dataset.read_text().replace(mask, "torch.ones_like(input_ids)"))
@@ -404,13 +406,11 @@ for network in ("generator", "discriminator"):
 """
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_each_network_of_a_gan_gets_the_gradient_of_its_own_loss_alone(edited: Callable[..., Path]) -> None:
-    run(BIN / "python", "-c", WHAT_A_LOSS_TRAINS, cwd=edited("gan"), PYTHONPATH="src")
+    run_python(edited("gan"), WHAT_A_LOSS_TRAINS)
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_a_killed_sweep_resumes_its_trial_and_its_values_do_not_depend_on_the_ranks(
     edited: Callable[..., Path],
@@ -471,7 +471,6 @@ print(float(loss) / labels, errors / labels)
 """
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_speech_has_the_loss_and_the_error_rate_of_lines_that_are_read_alone(
     edited: Callable[..., Path], tmp_path: Path
@@ -480,14 +479,12 @@ def test_speech_has_the_loss_and_the_error_rate_of_lines_that_are_read_alone(
     longer = "--data.eval_batch_size 17 --train.max_steps 200 --train.eval_every 200".split()
     launch(project, *words("speech"), *SMALL, *longer, "--run.dir", tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000200.pt"
-    printed = run(BIN / "python", "-c", READ_LINES, newest, cwd=project, PYTHONPATH="src").stdout
-    loss, error_rate = map(float, printed.split())
+    loss, error_rate = map(float, run_python(project, READ_LINES, newest).split())
     (record,) = read_records(tmp_path / "run", "eval")
     assert [record["loss"], record["error_rate"]] == pytest.approx([loss, error_rate], rel=1e-5)
     assert 0 < error_rate < 0.9  # Not of blanks alone.
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_adapters_alone_are_trained_and_merge_into_the_model_without_them(
     edited: Callable[..., Path], bake: Bake, tmp_path: Path
@@ -513,7 +510,7 @@ def test_adapters_alone_are_trained_and_merge_into_the_model_without_them(
         cleanup()
     """
     command = (*words("lora"), *SMALL, "--run.dir", tmp_path)
-    run(BIN / "python", "-c", script, *command, cwd=project, PYTHONPATH="src")
+    run_python(project, script, *command)
     newest, (base,) = tmp_path / "checkpoints" / f"step-{STEPS:08d}.pt", project.glob("runs/base/checkpoints/*.pt")
     assert all(".adapter." in name for name in weights(tmp_path))
     assert newest.stat().st_size < base.stat().st_size / 10
@@ -532,15 +529,14 @@ def test_adapters_alone_are_trained_and_merge_into_the_model_without_them(
             difference = (model(images) - outputs).norm() / outputs.norm()
         print(f"{difference:.1e}")
     """
-    python = run(BIN / "python", "-c", script, tmp_path, cwd=original, PYTHONPATH="src")
-    print(f"difference of the outputs after the merge: {python.stdout}")
-    assert float(python.stdout) < 1e-5
+    difference = run_python(original, script, tmp_path)
+    print(f"difference of the outputs after the merge: {difference}")
+    assert float(difference) < 1e-5
     base.rename(base.with_stem("moved"))
     error = launch(project, "export", "--checkpoint", newest, "--output", tmp_path / "other.safetensors", code=2).stderr
     assert "is not the file that the adapters were trained on" in error
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_a_stream_gives_each_rank_its_samples_in_their_order(edited: Callable[..., Path], tmp_path: Path) -> None:
     project = edited("stream")
@@ -551,7 +547,6 @@ def test_a_stream_gives_each_rank_its_samples_in_their_order(edited: Callable[..
     run(BIN / "pytest", "-q", "tests/test_split.py", cwd=project)  # It has 2 loader processes on 2 ranks.
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 def test_a_contrastive_loss_of_local_batches_would_depend_on_the_ranks(
     edited: Callable[..., Path], tmp_path: Path

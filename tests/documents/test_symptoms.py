@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import TEMPLATE, Bake, edit, launch, launch_on_full_disk, read_losses, started, wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.weekly]
+pytestmark = pytest.mark.weekly
 
 ROWS = re.findall(r"^\| `(.+?)` \|", (TEMPLATE / "docs" / "symptoms.md").read_text(), re.MULTILINE)
 SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()

@@ -11,8 +11,8 @@ import torch
 from conftest import (
     Bake,
     edit,
-    find_processes,
     launch,
+    launch_and_kill,
     launch_on_full_disk,
     read_losses,
     read_records,
@@ -95,10 +95,7 @@ def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: s
     project = bake(parallelism=parallelism)
     launch(project, *SMALL, "--run.dir", "whole")
     words = [*SMALL, "--run.dir", "run", *SHARDED]
-    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2", MARK=str(project)) as launcher:
-        wait_until(lambda: len(read_losses(project / "run")) > 4, "the run has started")
-        launcher.kill()
-        wait_until(lambda: not find_processes(f"MARK={project}"), "the ranks have ended")
+    launch_and_kill(project, *words, when=lambda: len(read_losses(project / "run")) > 4)
     train(project, *SHARDED)
     assert read_losses(project / "run") == read_losses(project / "whole")
     newest = project / "run" / "checkpoints" / f"step-{STEPS:08d}.dcp"

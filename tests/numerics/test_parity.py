@@ -6,14 +6,13 @@ import argparse
 import math
 import os
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from conftest import CHOICES, Bake, find_processes, launch, read_records, started, wait_until
+from conftest import CHOICES, Bake, launch, launch_and_kill, read_records
 
 import check_answers
 
@@ -118,7 +117,8 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
     project, folder, step = bake(parallelism=parallelism, task=task), tmp_path / "run", random.randrange(4, STEPS - 1)
     print(f"killed after step {step}")
     words = ["train", *arguments(task), "--run.dir", folder]
-    kill_after(step, project, folder, words, nproc)
+    launch_and_kill(project, *words, when=lambda: last_step(folder) >= step, nproc=nproc, seconds=240)
+    assert step <= last_step(folder) < STEPS
     resumed = launch(project, *words, nproc=nproc)
     assert any(f"step {before} of {STEPS}" in resumed.stdout for before in range(3, STEPS)), resumed.stdout
     assert_matches(folder, expected(project, task))
@@ -163,19 +163,6 @@ def test_a_run_that_ignored_a_setting_would_be_seen(bake: Bake, task: str, name:
         assert_records_match(ours.records, theirs.records)
     with pytest.raises(AssertionError):
         assert_weights_match(ours.weights, theirs.weights)
-
-
-def kill_after(step: int, project: Path, folder: Path, words: list[Any], nproc: int) -> None:
-    """Start a run, kill its launcher with SIGKILL after a step, and wait until the ranks have ended as well."""
-    mark = f"MARK={folder}"
-    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC=str(nproc), MARK=str(folder)) as launcher:
-        deadline = time.monotonic() + 240
-        while last_step(folder) < step:
-            assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()
-            time.sleep(0.005)  # A step of a small model takes some milliseconds.
-        launcher.kill()
-        wait_until(lambda: not find_processes(mark), "the ranks have ended", 60)
-    assert step <= last_step(folder) < STEPS
 
 
 def last_step(folder: Path) -> int:

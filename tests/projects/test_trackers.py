@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import Bake, find_processes, launch, read_records, started, wait_until
+from conftest import Bake, launch, launch_and_kill, read_records
 from trackers import READERS
 
 pytestmark = pytest.mark.long
@@ -30,10 +30,7 @@ def without_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tmp_path: Path, service: str) -> None:
     project, folder = bake(tracker=service), tmp_path / "runs" / "a"
     words = (*TRAIN, "--run.dir", folder)
-    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2", MARK=str(folder)) as launcher:
-        wait_until(lambda: len(read_records(folder)) > SAVED + 60, "the run has begun")
-        launcher.kill()
-        wait_until(lambda: not find_processes(f"MARK={folder}"), "the ranks, and what they have started, end")
+    launch_and_kill(project, *words, when=lambda: len(read_records(folder)) > SAVED + 60)
     killed = read_records(folder)[-1]["step"]
     resumed = killed - killed % SAVED
     tracked = max(READERS[service](folder)[0]["train/loss"])[0]

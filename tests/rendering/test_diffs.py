@@ -18,17 +18,15 @@ def test_a_diff_is_the_one_between_two_renders(bake: Bake, strategy: str) -> Non
     assert read_tree(project) == read_tree(bake("other", parallelism=strategy))
 
 
-@pytest.mark.long
 @pytest.mark.weekly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_resumes_after_the_diff_is_applied(bake: Bake, strategy: str) -> None:
     project = bake()
     launch(project, "train", *SMALL, "--train.max_steps", "20")
     run("bash", "-c", f"patch -p1 < {TEMPLATE}/docs/diffs/{strategy}.diff", cwd=project)
-    microbatches = ["--train.microbatches", "2"]
-    resumed = launch(project, "train", *SMALL, "--train.max_steps", "30", *microbatches)
+    resumed = launch(project, "train", *SMALL, "--train.max_steps", "30", "--train.microbatches", "2")
     assert "step 20 of 30" in resumed.stdout
     whole = bake("whole")
     launch(whole, "train", *SMALL, "--train.max_steps", "30")
-    run_dir = "runs/default"
-    assert read_losses(project / run_dir) == pytest.approx(read_losses(whole / run_dir), rel=1e-5)
+    ours, theirs = (read_losses(each / "runs" / "default") for each in (project, whole))
+    assert ours == pytest.approx(theirs, rel=1e-5)
