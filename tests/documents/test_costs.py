@@ -13,7 +13,7 @@ TEXT = (TEMPLATE / "docs" / "costs.md").read_text()
 MEMORY = re.findall(r"^\| (\w+), (\d) ranks? \| (.*) \|$", TEXT, re.MULTILINE)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_bytes_are_those_of_the_formulas_and_stale_gradients_diverge(tmp_path: Path) -> None:
     script, picture = TEMPLATE / "docs" / "costs.py", tmp_path / "costs.svg"
     assert len(script.read_text().splitlines()) <= 80
@@ -29,7 +29,7 @@ def test_bytes_are_those_of_the_formulas_and_stale_gradients_diverge(tmp_path: P
     assert values["waits: True", 1.2, 4] < 0.01 and values["waits: False", 1.2, 4] > 1e3
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.parametrize(("parallelism", "ranks", "numbers"), MEMORY)
 def test_memory_is_what_estimate_prints(bake: Bake, parallelism: str, ranks: str, numbers: str) -> None:
     project = bake(parallelism=parallelism, task="language")

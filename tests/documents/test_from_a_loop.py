@@ -21,7 +21,7 @@ def assert_same(printed: str, shown: str) -> None:
     assert [re.sub("loss .*", "", line) for line in lines[0]] == [re.sub("loss .*", "", line) for line in lines[1]]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_each_loop_prints_what_the_page_shows(bake: Bake) -> None:
     project, printed = bake(), ""
     (project / ".venv").symlink_to(BIN.parent)
