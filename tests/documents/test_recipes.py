@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import optuna
 import pytest
 import torch
@@ -25,11 +24,6 @@ from conftest import (
     started,
     wait_until,
 )
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 
 PAGES = {path.stem: path for path in sorted((TEMPLATE / "docs" / "recipes").glob("*.md"))}
 MAX_ADDED = 80  # Lines.
@@ -38,8 +32,6 @@ SMALL = [
     *f"--train.max_steps {STEPS} --train.epochs 9 --train.log_every 1 --train.eval_every 15".split(),
     *"--checkpoint.every_steps 3 --data.global_batch_size 32 --distributed.device cpu".split(),
 ]
-# Of recipes that are for another project than the default one.
-ANSWERS: dict[str, dict[str, str]] = {"tokens": {"task": "language"}}
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -52,7 +44,7 @@ def edited(bake: Bake) -> Callable[..., Path]:
     """A function that renders a project, applies a recipe, and runs the page's commands before the training."""
 
     def apply(name: str, **answers: str) -> Path:
-        project = bake(**ANSWERS.get(name, {}) | answers)
+        project = bake(**answers)
         (project / ".venv").symlink_to(BIN.parent)
         run("bash", "-c", f"patch -p1 --fuzz=0 < {PAGES[name]}", cwd=project)
         (commands,) = blocks(name, "bash")
@@ -179,61 +171,6 @@ def test_muon_takes_orthogonal_steps_that_are_equal_under_ddp_and_fsdp(
     worst = max(float((each / losses[0] - 1).abs().max()) for each in losses)
     print(f"largest relative difference of a loss under ddp and fsdp on 1, 2 and 4 ranks: {worst:.1e}")
     assert worst <= 1e-5
-
-
-@pytest.mark.weekly
-def test_windows_are_those_of_the_files_of_tokens(edited: Callable[..., Path]) -> None:
-    project = edited("tokens")
-    script = """
-import torch
-from my_experiment.__main__ import parse
-from my_experiment.dataset import build_datasets
-_, config, _ = parse(["train", "--dataset.path", "data/mixture.yaml", "--model.vocabulary", "257"])
-samples, test = build_datasets(config)
-torch.save([torch.stack(part) for part in zip(*(samples[i] for i in range(len(samples))))], "windows.pt")
-"""
-    run_python(project, script)
-    inputs, targets = torch.load(project / "windows.pt", weights_only=True)
-    windows = []
-    for name, repeats in (("code", 0.5), ("mail", 2)):
-        tokens = torch.from_numpy(np.fromfile(project / f"data/{name}.bin", np.uint16)[:4_000_000].astype(np.int64))
-        count = (len(tokens) - 200_000 - 1) // 64
-        assert tokens.max() == 256  # What ends a document.
-        for number in range(round(repeats * count)):
-            start = 64 * (number * count // round(repeats * count))
-            windows.append(tokens[start : start + 65])
-    expected = torch.stack(windows)
-    assert torch.equal(inputs, expected[:, :-1])
-    assert torch.equal(targets, expected[:, 1:].where(inputs != 256, -100)) and (targets == -100).any()
-
-
-@pytest.mark.weekly
-def test_a_tokenizer_writes_and_reads_tokens(edited: Callable[..., Path]) -> None:
-    project = edited("tokens")
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(), ByteLevelDecoder()
-    text = (project / "README.md").read_text()
-    alphabet = ByteLevel.alphabet()
-    tokenizer.train_from_iterator([text], BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
-    tokenizer.save(str(project / "tokenizer.json"))
-    words = ("data/readme.bin", "README.md", "--tokenizer", "tokenizer.json")
-    assert "--model.vocabulary 501" in run(BIN / "python", "scripts/prepare.py", *words, cwd=project).stdout
-    tokens = np.fromfile(project / "data/readme.bin", np.uint16)
-    assert tokenizer.decode(tokens[:-1].tolist()).strip() == text.strip() and tokens[-1] == 500
-    options = ["--dataset.path", "data/readme.bin", "--dataset.test_bytes", "500", "--run.dir", "run", *SMALL[2:]]
-    err = launch(project, "train", *options, "--model.vocabulary", "500", code=2).stderr
-    assert "data/readme.bin has 501 different tokens" in err and len(err.splitlines()) == 1
-    launch(project, "train", *options, "--model.vocabulary", "501", "--train.max_steps", "2", "--model.context", "8")
-    newest = project / "run" / "checkpoints" / "step-00000002.pt"
-    words = ("--checkpoint", newest, "--prompt", "training", "--length", "5", "--distributed.device", "cpu")
-    assert launch(project, "generate", *words).stdout.strip().startswith("training")
-
-
-@pytest.mark.weekly
-def test_the_estimate_is_what_the_page_shows(edited: Callable[..., Path]) -> None:
-    project = edited("tokens", parallelism="fsdp")
-    (command,), (printed,) = blocks("tokens", "sh"), blocks("tokens", "text")
-    assert run("bash", "-c", command, cwd=project, PYTHONPATH=str(project / "src")).stdout == printed
 
 
 @pytest.mark.weekly

@@ -26,8 +26,10 @@ def samples() -> Any:
 @pytest.fixture
 def model() -> nn.Module:
     """The model in training mode, without dropout, at weights at which every layer has an effect."""
+    config = settings()
+    module("dataset").build_datasets(config)  # It may decide shapes of the model.
     torch.manual_seed(0)
-    model: nn.Module = module("model").build_model(settings().model)
+    model: nn.Module = module("model").build_model(config.model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)

@@ -1,7 +1,7 @@
 # The shapes that stages would send each other, from the whole model.
+from .loader import split_batch
 from .model import build_model
-from .parallel import NUMBER, split_batch
-from .stages import outline_stages, shapes_of
+from .stages import NUMBER, outline_stages, shapes_of
 
 (x, _), *_ = split_batch(batch, config.train.microbatches)
 count, parallel.names = len(parallel.owners), ["loss"]

@@ -21,18 +21,17 @@ from .distributed import Process, seed_everything
 from .loader import split_batch
 from .model import build_model
 from .sharded import Checkpointer as Checkpointer
-from .stages import Stage, outline_stages, shapes_of
+from .stages import NUMBER, Stage, outline_stages, shapes_of
 from .task import Task
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, for the first stage.
 
 
 class Parallel:
     """Stages of the model. Every strategy has these methods and attributes; the loop uses nothing else.
 
     Attributes:
-        module: This rank's part of the model; its parameters have the same names as in the whole model.
+        module: This rank's part of the model; its parameters are named as in the whole model.
         dp_rank, dp_size: Which local batch this rank reads, and of how many.
         scaler: Does nothing here; others scale under fp16.
     """
@@ -41,10 +40,9 @@ class Parallel:
         self.task, self.process, self.device = task, process, process.device
         self.config, self.microbatches = config.parallel, config.train.microbatches
         self.dp_size, kind = config.parallel.replicas, self.device.type
-        uses_bf16 = config.train.precision == "bf16"
-        self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=uses_bf16)
+        self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=config.train.precision == "bf16")
         self.scaler = torch.amp.GradScaler(kind, enabled=False)
-        # Ranks with the same stages are neighbors: their messages are the largest.
+        # Ranks of a stage are neighbors: their messages are the largest.
         self.position, self.dp_rank = divmod(process.rank, self.dp_size)
         ranks = torch.arange(process.world_size).view(-1, self.dp_size)
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
@@ -54,16 +52,16 @@ class Parallel:
         self.last = len(self.owners) - 1
         self.module, self.stages = nn.Sequential(), dict[int, Stage]()
         self.build_stages(config)
-        # What each stage gets and passes on, without values, by the shapes of the inputs.
+        # What each stage gets and passes on, by the shapes of the inputs.
         self.forms: dict[Any, dict[int, Tensor]] = {}
         self.schedule: Any = None
-        self.shapes: Any = None  # Those of the schedule.
+        self.shapes: Any = None  # Of the schedule.
         self.names: list[str] = []  # Of the losses.
 
     def build_stages(self, config: Config) -> None:
         """Build the model block by block, and keep this rank's blocks."""
         stages, self.places = outline_stages(config.model, len(self.owners))
-        seed_everything(config.run.seed)  # The outline may have drawn random numbers.
+        seed_everything(config.run.seed)  # The outline may draw too.
         numbers = iter(stages)
 
         def wrap(block: nn.Module) -> nn.Module:
@@ -79,17 +77,15 @@ class Parallel:
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
-        torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
         batches = split_batch((inputs, targets), self.microbatches)
         if shapes_of(batches[0][0]) != self.shapes:
             self.build_schedule(batches[0][0])
+        torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
         self.targets = [targets for _, targets in batches]
-        self.totals: dict[str, Tensor] = {}
-        self.weight = weight
+        self.totals, self.weight = dict[str, Tensor](), weight
         # A schedule splits tensors, so it gets the numbers of the micro-batches.
         numbers = torch.arange(self.microbatches)
-        first = self.stages.get(0)
-        if first:
+        if first := self.stages.get(0):
             first.inputs = [inputs for inputs, _ in batches]
         target = numbers if self.last in self.stages else None
         self.schedule.step(*[numbers] * (first is not None), target=target, return_outputs=False)
@@ -108,9 +104,8 @@ class Parallel:
     def build_schedule(self, inputs: Any) -> None:
         """Build the schedule for micro-batches of these shapes; a collective."""
         if shapes_of(inputs) not in self.forms:
-            self.module.eval()  # Statistics and random numbers stay as they are.
-            devices = [] if self.device.type == "cpu" else [self.device]
-            with torch.no_grad(), torch.random.fork_rng(devices, device_type=self.device.type):
+            self.module.eval()  # Keeps statistics.
+            with torch.no_grad():
                 self.predict(inputs)
             self.module.train()
         self.shapes, count = shapes_of(inputs), len(self.owners)
@@ -127,9 +122,8 @@ class Parallel:
     def average_gradients(self) -> None:
         """Average the gradients over the pipelines, in one message per block."""
         for block in self.module.children() if self.dp_size > 1 else ():
-            if not (parameters := [p for p in block.parameters() if p.requires_grad]):
-                continue
-            # What this pipeline did not use counts as zero; what none used has no gradient.
+            parameters = [p for p in block.parameters() if p.requires_grad]
+            # What a pipeline did not use counts as zero; what none used has no gradient.
             is_used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
             parts = [*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters), is_used]
             message = torch.cat([part.flatten() for part in parts])
@@ -169,8 +163,7 @@ class Parallel:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         squared = nn.utils.get_total_norm(gradients).to(self.device).square()
         dist.all_reduce(squared, group=self.group)
-        norm = squared.sqrt()
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm := squared.sqrt())
         return norm
 
 #:: filter indent(4, true) ::#
@@ -180,8 +173,7 @@ class Parallel:
     def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
         """Return the weights of the whole model, and the optimizer's state of each parameter, on rank 0's CPU."""
         rank, group = self.process.rank, self.process.cpu_group
-        options = dsd.StateDictOptions(cpu_offload=True)
-        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
+        model, optim = dsd.get_state_dict(self.module, optimizer, options=dsd.StateDictOptions(cpu_offload=True))
         whole: list[Any] = [model, optim["state"]]
         for source in range(self.dp_size, self.process.world_size, self.dp_size):  # In the first pipeline.
             part = [*whole]

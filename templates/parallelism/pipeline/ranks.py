@@ -1,1 +1,1 @@
-ranks = range(0, world_size, config.parallel.replicas)  # Those of the first pipeline.
+ranks, peaks = range(0, world_size, config.parallel.replicas), list[float]()  # Of one pipeline.

@@ -1,6 +1,5 @@
 """The stages of a pipeline: consecutive blocks of the model, and the rank that holds each stage."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch.utils._pytree import tree_leaves  # Private; optree has it.
 from .config import ModelConfig, UserError
 from .model import build_model
 
-# If a stage fails, it would print the whole schedule.
-logging.getLogger("torch.distributed.pipelining.schedules").disabled = True
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, for the first stage.
 
 
 class Stage(nn.Module):
@@ -56,8 +54,7 @@ def outline_stages(config: ModelConfig, count: int) -> tuple[list[int], dict[str
     if count > len(model):
         raise UserError(f"the model has {len(model)} blocks, too few for {count} stages; start fewer ranks")
     stages = [number * count // len(model) for number in range(len(model))]
-    places: dict[str, int] = {}
-    users: dict[nn.Parameter, str] = {}
+    places, users = dict[str, int](), dict[nn.Parameter, str]()
     for (label, block), stage in zip(model.named_children(), stages, strict=True):
         places |= dict.fromkeys(block.state_dict(prefix=f"{label}."), stage)
         for name, parameter in block.named_parameters(label):

@@ -29,11 +29,12 @@ GIB, COLUMNS = 2**30, ("weights", "gradients", "optimizer", "activations", "peak
 def estimate(config: Config, world_size: int, memory: float | None) -> None:
     """Print the memory of a rank, and whether it fits into ``memory`` GiB."""
     config.train.compile = False  # Compiled blocks need about as much.
-    ranks, peaks = range(1), list[float]()  # No rank takes more.
     #:: if file("parallelism", "ranks.py") ::#
     #:: filter indent(4, true) ::#
     #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/ranks.py" ::#
     #:: endfilter ::#
+    #:: else ::#
+    ranks, peaks = range(1), list[float]()  # No rank takes more.
     #:: endif ::#
     print(f"{'GiB':9}", *(f"{name:>11}" for name in COLUMNS))
     for rank in ranks:

@@ -1,13 +1,13 @@
 @dataclass
 class DatasetConfig:
-    """A text, read as bytes."""
+    """A text, read as bytes, or tokens."""
 
     path: str | None = field(default=None, metadata={"file": True})
-    """A file of text; null: the source code of this machine's own Python standard library."""
-    max_bytes: int | None = 4_000_000
-    """Use only this many bytes of the text; null uses all."""
+    """A file of text, or of tokens by scripts/prepare.py (.bin); null: this machine's Python standard library."""
+    max_bytes: int | None = None
+    """Use only this many bytes or tokens; null uses all of a file, and 4,000,000 bytes of the library."""
     test_bytes: int = 200_000
-    """Bytes at the end of these that form the test set; the rest is the training set."""
+    """Bytes or tokens at the end of these that form the test set; the rest is the training set."""
 
     def check(self) -> None:
         """Accept any text; ``build_datasets`` rejects one that is too short."""
@@ -15,7 +15,7 @@ class DatasetConfig:
 
 @dataclass
 class ModelConfig:
-    """A GPT over bytes."""
+    """A GPT over bytes or tokens."""
 
     width: int = 128
     """Features per position, a multiple of the number of heads."""
@@ -24,9 +24,10 @@ class ModelConfig:
     heads: int = 4
     """Attention heads per block."""
     context: int = 64
-    """Bytes that the model reads at a time: the length of each sample."""
+    """Bytes or tokens that the model reads at a time: the length of each sample."""
     weights: str | None = field(default=None, metadata={"file": True})
     """A file of weights that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
+    vocabulary = 256  # Not a setting: build_datasets sets it to that of a file of tokens.
 
     def check(self) -> None:
         """Reject a width that does not divide into the heads."""

@@ -1,8 +1,11 @@
-"""Text that a model writes: it continues a prompt, byte by byte."""
+"""Text that a model writes: it continues a prompt, token by token."""
+
+from pathlib import Path
 
 import torch
 
-from .config import Config, UserError
+from .config import Config
+from .dataset import describe
 from .distributed import Process
 from .evaluate import load_experiment
 
@@ -14,23 +17,26 @@ def generate(
 
     An empty prompt is a line break. The text is drawn from ``run.seed``, the same on any number of ranks.
     """
-    if length < 1 or not temperature >= 0:
-        raise UserError(f"--length is {length} and --temperature {temperature}; give 1 or more, and 0 or more")
     _, parallel, _, _ = load_experiment(path, config, given, process)
     parallel.module.eval()
     generator = torch.Generator().manual_seed(config.run.seed)
-    text, context = list(prompt.encode() or b"\n"), config.model.context
+    name, context, tokenizer = describe(source := config.dataset.path)["tokenizer"], config.model.context, None
+    if source and name:
+        from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
+
+        tokenizer = Tokenizer.from_file(str(Path(source).with_name(name)))
+    text = list(tokenizer.encode(prompt or "\n").ids if tokenizer else prompt.encode() or b"\n")
     for _ in range(length):
         window = text[-context:]
         # The zeros after the text do not change what the model predicts before them; all inputs have the same shape.
         inputs = torch.tensor([window + [0] * (context - len(window))], device=parallel.device)
         with torch.no_grad():
             outputs = parallel.predict(inputs)
-        byte = None
+        token = None
         if outputs is not None:
             logits = outputs[0, len(window) - 1].cpu().double() / max(temperature, 1e-9)
-            byte = int(torch.multinomial(logits.softmax(dim=0), 1, generator=generator))
+            token = int(torch.multinomial(logits.softmax(dim=0), 1, generator=generator))
         # Rank 0 may lack the outputs, and ranks that have them may differ by rounding.
-        text.append(next(byte for byte in process.all_gather(byte) if byte is not None))
+        text.append(next(token for token in process.all_gather(token) if token is not None))
     if process.rank == 0:
-        print(bytes(text).decode(errors="replace"))
+        print(tokenizer.decode(text) if tokenizer else bytes(text).decode(errors="replace"))

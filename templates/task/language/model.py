@@ -1,4 +1,4 @@
-"""The model: a GPT over bytes (Radford et al. 2019), as a sequence of named blocks.
+"""The model: a GPT over bytes or tokens (Radford et al. 2019), as a sequence of named blocks.
 
 A block takes and returns one tensor, so the sequence can be split, sharded or recomputed between any two blocks.
 """
@@ -11,15 +11,13 @@ from torch.nn import functional as F
 
 from .config import ModelConfig
 
-BYTES = 256
-
 
 class Embedding(nn.Module):
-    """Maps (batch, time) bytes, int64, to (batch, time, width) features: the sum of byte and position embeddings."""
+    """Maps (batch, time) tokens, int64, to (batch, time, width) features: the sum of token and position embeddings."""
 
-    def __init__(self, width: int, context: int) -> None:
+    def __init__(self, vocabulary: int, width: int, context: int) -> None:
         super().__init__()
-        self.byte = nn.Embedding(BYTES, width)
+        self.byte = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         # Large compared with the optimizer's first steps: the first LayerNorm divides rounding errors by this scale.
         for table in (self.byte, self.position):
@@ -60,12 +58,12 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Maps (batch, time, width) features to (batch, time, 256) logits of the byte that follows."""
+    """Maps (batch, time, width) features to (batch, time, vocabulary) logits of the token that follows."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.linear = linear(width, BYTES)
+        self.linear = linear(width, vocabulary)
 
     def forward(self, features: Tensor) -> Tensor:
         return self.linear(self.norm(features))
@@ -83,8 +81,8 @@ def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = la
 
     Pass each block through ``wrap`` as soon as it is built, so that a strategy can compile, shard or drop it there.
     """
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(embedding=wrap(Embedding(config.width, config.context)))
+    blocks = OrderedDict[str, nn.Module](embedding=wrap(Embedding(config.vocabulary, config.width, config.context)))
     for i in range(config.layers):
         blocks[f"block{i}"] = wrap(Block(config.width, config.heads))
-    blocks["head"] = wrap(Head(config.width))
+    blocks["head"] = wrap(Head(config.width, config.vocabulary))
     return nn.Sequential(blocks)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .config import Config
+from .dataset import describe
 from .model import build_model
 
 # 10^12 operations per second in bf16 without sparsity, from NVIDIA's data sheets.
@@ -24,6 +25,7 @@ class Task:
     def __init__(self, config: Config, device: torch.device) -> None:
         """Load what the losses need, such as a teacher: modules are frozen, in eval mode, on ``device``."""
         self.context, self.operations = config.model.context, count_operations(config)
+        self.about = describe(config.dataset.path)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = 1e12 * PEAKS.get(name, 0.0) * getattr(config.parallel, "devices", 1)
 
@@ -34,33 +36,28 @@ class Task:
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums over the samples of a micro-batch, by name; ``loss`` is minimized, and all are logged.
 
-        Here, outputs are logits of shape (batch, time, 256), and targets bytes of shape (batch, time).
+        Here, outputs are logits of shape (batch, time, vocabulary), and targets are of shape (batch, time), or -100.
         """
         return {"loss": F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")}
 
     def weight(self, targets: Any) -> int | Tensor:
-        """Return what the losses of a local batch are divided by for their mean: here, its number of bytes.
-
-        Return a tensor if local batches may differ in it, as in their number of tokens that are not padding.
-        """
-        return targets.numel()
+        """Return what losses are divided by for their mean: the number of targets, a tensor if local batches differ."""
+        return targets.numel() if self.about["end"] < 0 else (targets != -100).sum()
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return the metrics of each sample of a batch, by name: tensors whose first dimension is the batch."""
         losses = F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="none")
-        return {"loss": losses.view_as(targets).mean(dim=1)}
+        return {"loss": losses.view_as(targets).sum(dim=1), "count": (targets != -100).sum(dim=1)}
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return the metrics of a split, from those of its samples in the dataset's order: here, ``loss`` is the mean
-        cross-entropy in nats per byte, ``bits_per_byte`` the same in bits, and ``perplexity`` its exponential."""
-        loss = metrics["loss"].mean(dtype=np.float64)
-        return {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": np.exp(loss)}
+        cross-entropy in nats per token, ``perplexity`` its exponential, and ``bits_per_byte`` counts bytes of text."""
+        loss = metrics["loss"].sum(dtype=np.float64) / metrics["count"].sum()
+        bits_per_byte = loss / math.log(2) / self.about["bytes_per_token"]
+        return {"loss": loss, "bits_per_byte": bits_per_byte, "perplexity": np.exp(loss)}
 
     def throughput(self, samples_per_second: float) -> dict[str, float]:
-        """Return what a record of training also has to say about its speed.
-
-        ``mfu`` (model FLOPs utilization) is the share of the devices' peak in bf16 that the model takes.
-        """
+        """Return the speed that a record also has; ``mfu`` is the share of the devices' peak in bf16 that is used."""
         tokens = samples_per_second * self.context
         mfu = {"mfu": tokens * self.operations / dist.get_world_size() / self.peak} if self.peak else {}
         return {"tokens_per_second": tokens, **mfu}

@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
-#:: if fact("shards") ::#
-from jsonargparse.typing import PositiveFloat, PositiveInt
+#:: if file("task", "generate.py") or fact("shards") ::#
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 #:: endif ::#
 
 from .config import CheckpointConfig, Config, UserError
@@ -57,13 +57,13 @@ def build_parser(default_files: list[str]) -> ArgumentParser:
         #:: if file("task", "generate.py") ::#
         if "prompt" in options:
             command.add_argument("--prompt", type=str, default="", help="The text to continue.")
-            command.add_argument("--length", type=int, default=200, help="Bytes to generate.")
-            command.add_argument("--temperature", type=float, default=0.8, help="0 picks the most likely byte.")
+            command.add_argument("--length", type=PositiveInt, default=200, help="Bytes or tokens to add.")
+            command.add_argument("--temperature", type=NonNegativeFloat, default=0.8, help="0 picks the likeliest.")
         #:: endif ::#
         #:: if fact("shards") ::#
         if "ranks" in options:
             command.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
-            command.add_argument("--memory", type=PositiveFloat, help="GiB of a device.")
+            command.add_argument("--memory", type=NonNegativeFloat, help="GiB of a device.")
         #:: endif ::#
         commands.add_subcommand(name, command, help=text)
     return parser

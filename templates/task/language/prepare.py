@@ -1,0 +1,70 @@
+"""Write texts as one file of tokens, which dataset.path takes, with a description of its tokens:
+
+python scripts/prepare.py data/code.bin src/*/*.py
+python scripts/prepare.py data/mixture.bin code/*.py --mix 0.5 mail/*.txt --mix 2 poems/*.txt --tokenizer tokenizer.json
+
+Each file is a document, or with --lines each line. Tokens are bytes, or those of a file of the package tokenizers. The
+documents of a mixture are spread evenly over the file, so the test set, which is its end, has some of each.
+"""
+
+import argparse
+import heapq
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+
+def documents(weight: float, paths: list[Path], lines: bool) -> Iterator[tuple[float, bytes]]:
+    """Yield documents, as often as ``weight`` states on average, and how far in all of them each one ends."""
+    size, done, due = sum(path.stat().st_size for path in paths), 0, 0.0
+    for path in paths:
+        with path.open("rb") as file:
+            for document in file if lines else [file.read()]:
+                done += len(document)
+                due += weight
+                while due >= 1:
+                    due -= 1
+                    yield done / max(1, size), document
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("output", type=Path, help="the file to write, NAME.bin; its description is NAME.json")
+parser.add_argument("texts", nargs="+", help="files of text")
+parser.add_argument("--mix", action="append", nargs="+", default=[], help="a weight and files; 0.5: every second one")
+parser.add_argument("--lines", action="store_true", help="each line is a document, and not each file")
+parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; without one, tokens are bytes")
+arguments = parser.parse_args()
+try:
+    groups = [(float(weight), [*map(Path, paths)]) for weight, *paths in [("1", *arguments.texts), *arguments.mix]]
+except ValueError as error:
+    parser.error(f"--mix takes a weight and files: {error}")
+for path in [path for _, paths in groups for path in paths] + [arguments.tokenizer] * bool(arguments.tokenizer):
+    if not path.is_file():
+        parser.error(f"{path} is no file")
+if arguments.output.suffix != ".bin":
+    parser.error(f"the output is {arguments.output}; give a name that ends in .bin")
+
+arguments.output.parent.mkdir(parents=True, exist_ok=True)
+encode, vocabulary, end, name = lambda text: np.frombuffer(text, np.uint8), 256, 0, None  # No text has the byte 0.
+if arguments.tokenizer:
+    from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
+
+    tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
+    encode, count = lambda text: tokenizer.encode(text.decode(errors="replace")).ids, tokenizer.get_vocab_size()
+    end = tokenizer.token_to_id("<|endoftext|>")
+    end = count if end is None else end
+    vocabulary = -(-max(count, end + 1) // 64) * 64  # A multiple of 64 is faster on GPUs.
+    name = arguments.output.with_suffix(".tokenizer.json").name
+    shutil.copyfile(arguments.tokenizer, arguments.output.with_name(name))
+dtype, tokens, size = np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32), 0, 0
+with arguments.output.open("wb") as file:
+    for _, document in heapq.merge(*(documents(*group, arguments.lines) for group in groups)):
+        numbers = np.array(encode(document), dtype)
+        file.write(numbers.tobytes() + dtype.type(end).tobytes())
+        tokens, size = tokens + len(numbers) + 1, size + len(document)
+about = {"dtype": dtype.name, "vocabulary": vocabulary, "end": end, "bytes_per_token": size / tokens, "tokenizer": name}
+arguments.output.with_suffix(".json").write_text(json.dumps(about) + "\n")
+print(f"{arguments.output}: {tokens:,} tokens of a vocabulary of {vocabulary}")
