@@ -125,7 +125,7 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
     assert "warning" not in resumed.stderr.lower()
 
 
-@pytest.mark.parametrize("task", ["digits", pytest.param("language", marks=pytest.mark.long)])
+@pytest.mark.parametrize("task", ["digits", pytest.param("language", marks=pytest.mark.weekly)])
 def test_a_run_that_changes_its_strategy_matches_a_plain_loop(bake: Bake, tmp_path: Path, task: str) -> None:
     skip_without(2)
     folder = tmp_path / "run"

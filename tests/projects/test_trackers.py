@@ -26,7 +26,9 @@ def without_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-@pytest.mark.parametrize("service", READERS)
+@pytest.mark.parametrize(
+    "service", [pytest.param(each, marks=[pytest.mark.weekly] * (each == "mlflow")) for each in READERS]
+)
 def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tmp_path: Path, service: str) -> None:
     project, folder = bake(tracker=service), tmp_path / "runs" / "a"
     words = (*TRAIN, "--run.dir", folder)
