@@ -133,9 +133,15 @@ def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
     project = bake()
     train(project, "--train.max_steps", "16", "--train.profile", "true")
     newest = project / "run" / "checkpoints" / names(project)[-1]
-    launch(project, "export", "--checkpoint", newest, "--output", "weights.safetensors")
-    weights, model = load_file(project / "weights.safetensors"), torch.load(newest, weights_only=True)["model"]
-    assert weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
+    model = torch.load(newest, weights_only=True)["model"]
+    torch.save(model, project / "state_dict.pt")
+    for file in (newest, "state_dict.pt"):
+        launch(project, "export", "--checkpoint", file, "--output", "weights.safetensors")
+        weights = load_file(project / "weights.safetensors")
+        assert weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
+    for words in (["src", "--output", "a.safetensors"], [newest, "--output", "README.md/a.safetensors"]):
+        error = launch(project, "export", "--checkpoint", *words, code=2).stderr
+        assert error.startswith("error: ") and error.count("\n") == 1, error
     launch(project, "plot", "--runs", "[run]", "--output", "curves.png")
     assert (project / "curves.png").read_bytes().startswith(b"\x89PNG")
     traces = [json.loads(path.read_text()) for path in (project / "run").glob("*trace*.json")]

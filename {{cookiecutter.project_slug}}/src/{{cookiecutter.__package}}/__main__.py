@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> None:
 
             sys.exit(meet())
         #:: endif ::#
-    except (UserError, ArgumentError) as error:
+    except (UserError, ArgumentError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 

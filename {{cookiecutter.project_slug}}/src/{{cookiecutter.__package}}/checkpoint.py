@@ -137,7 +137,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without running code from a file; one that cannot be read is a UserError."""
     try:
-        if path.is_dir():
+        if path.suffix == ".dcp" or (path / ".metadata").exists():
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 dcp_to_torch_save(path, Path(folder, "full.pt"))
                 sharded = torch.load(Path(folder, "full.pt"), map_location="cpu", weights_only=True)
@@ -166,7 +166,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 def export(path: Path, output: Path) -> None:
     """Write the weights of a checkpoint as a .safetensors file."""
-    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in read(path)["model"].items()}
+    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in read_weights(path).items()}
     write_atomically(output, lambda file: file.write(save(weights)))
 
 
