@@ -49,7 +49,7 @@ sizes: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/sizes.py
 
 diffs: .venv/installed
-	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/diffs.py
+	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/test_diffs.py
 
 bump: .venv/installed
 	@$(BIN)/python .ci/bump.py

@@ -1,4 +1,4 @@
-"""Under a real Slurm with two nodes, a job trains, is stopped, is requeued and resumes; srun starts ranks by itself."""
+"""Under a real Slurm with two nodes, a job trains, is stopped, requeued and resumed; srun and mpirun start ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, read_losses, wait_until
+from conftest import Bake, read_losses, run, wait_until
 from slurm import Slurm, start_slurm
 from training import SHORT, STEPS, TRAIN, check_first_losses
 
@@ -74,3 +74,11 @@ def test_srun_starts_ranks_on_two_nodes(slurm: Slurm, project: Path, whole: Path
     words = ("srun", "--nodes=2", "--ntasks=2", "scripts/rank.sh", *SHORT, "--run.dir", "runs/srun")
     assert "on 2 rank(s)" in slurm.command(*words, cwd=project)
     assert read_losses(project / "runs" / "srun") == read_losses(whole)[:12]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpirun.mpich"])
+def test_ranks_under_mpirun_have_the_losses_of_one_process(baked: Bake, tmp_path: Path, launcher: str) -> None:
+    project = baked(cluster="slurm")
+    words = (*launcher.split(), "-np", "2", "scripts/rank.sh", *SHORT, "--run.dir", tmp_path / "run")
+    assert "on 2 rank(s)" in run(*words, cwd=project).stdout
+    check_first_losses(project, tmp_path / "run", tmp_path / "alone")

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 from conftest import TEMPLATE, Bake, launch, read_losses, read_tree, run
-from diffs import STRATEGIES, diff
+from renders import Recorder, write
 
+STRATEGIES = ("fsdp", "pipeline", "tensor")
 SMALL = ["--distributed.device", "cpu", "--train.log_every", "1"]
+
+
+def diff(strategy: str) -> str:
+    """Return the diff that turns the default project into one with another strategy, for ``patch -p1``."""
+    recorder = Recorder()
+    with TemporaryDirectory() as folder:
+        for side, parallelism in (("a", "ddp"), ("b", strategy)):
+            write(recorder.render({"parallelism": parallelism}), Path(folder, side))
+        words = ("git", "diff", "--no-index", "--no-color", "--no-prefix", "a", "b")
+        return subprocess.run(words, cwd=folder, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -30,3 +45,8 @@ def test_a_run_resumes_after_the_diff_is_applied(bake: Bake, strategy: str) -> N
     launch(whole, "train", *SMALL, "--train.max_steps", "30")
     ours, theirs = (read_losses(each / "runs" / "default") for each in (project, whole))
     assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+if __name__ == "__main__":
+    for strategy in STRATEGIES:
+        (TEMPLATE / "docs" / "diffs" / f"{strategy}.diff").write_text(diff(strategy))
