@@ -36,6 +36,11 @@ def hang(project: Path) -> str:
     return report(project, "--distributed.timeout_seconds", "6", code=1, STOP_SECONDS="3")
 
 
+def call_another_collective(project: Path) -> str:
+    edit(project, on_last_rank('__import__("torch").distributed.all_reduce(__import__("torch").ones(3))'))
+    return report(project, "--distributed.timeout_seconds", "20", code=1)
+
+
 def fail(project: Path) -> str:
     edit(project, on_last_rank('raise ValueError("a bad sample")'))
     return report(project, code=1)
@@ -94,8 +99,8 @@ def lack_the_environment(project: Path) -> str:
 
 
 CAUSES = [
-    *(hang, fail, be_killed, have_unused_parameters, explode, share_a_folder, be_damaged, fill_the_disk, hold_a_lambda),
-    *(find_a_port_in_use, change_the_batch, lack_the_environment),
+    *(hang, call_another_collective, fail, be_killed, have_unused_parameters, explode, share_a_folder, be_damaged),
+    *(fill_the_disk, hold_a_lambda, find_a_port_in_use, change_the_batch, lack_the_environment),
 ]
 
 
