@@ -40,12 +40,10 @@ def test_each_loop_prints_what_the_page_shows(bake: Bake) -> None:
             assert printed == text
 
 
-def test_the_page_has_five_changes() -> None:
-    assert [kind for kind, _ in BLOCKS].count("diff") == 5
-
-
 def test_what_the_page_names_exists(bake: Bake) -> None:
     project = bake()
     code = {path.name: path.read_text() for path in Path(project / "src" / "my_experiment").glob("*.py")}
-    for file, names in re.findall(r"^\| .*? \| `(\w+\.py)`: (.*?) \|", TEXT, re.MULTILINE):
+    rows = re.findall(r"^\| .*? \| `(\w+\.py)`: (.*?) \|", TEXT, re.MULTILINE)
+    assert len(rows) > 3
+    for file, names in rows:
         assert all(name.split(".")[-1] in code[file] for name in re.findall(r"`([^`]+)`", names))

@@ -21,11 +21,19 @@ from tokenizers.trainers import BpeTrainer
 PAGE = (TEMPLATE / "docs" / "tokens.md").read_text()
 SMALL = "--distributed.device cpu --train.max_steps 2 --model.context 8 --dataset.test_bytes 500".split()
 READ_WINDOWS = """
-import torch
+import math, torch
 from my_experiment.__main__ import parse
 from my_experiment.dataset import build_datasets
-for part in build_datasets(parse(["train", "--dataset.path", "data/all.bin", "--dataset.test_bytes", "999"])[1]):
-    print([[tensor.tolist() for tensor in part[i]] for i in range(len(part))])
+from my_experiment.task import Task
+config = parse(["train", "--dataset.path", "data/all.bin", "--dataset.test_bytes", "999"])[1]
+for part in build_datasets(config):
+    samples = [part[i] for i in range(len(part))]
+    print([[tensor.tolist() for tensor in sample] for sample in samples])
+    task, targets = Task(config, torch.device("cpu")), torch.stack([sample[1] for sample in samples])
+    outputs = torch.zeros(*targets.shape, 256)  # All bytes are equally likely.
+    metrics = task.aggregate({name: values.numpy() for name, values in task.metrics(outputs, targets).items()})
+    for loss in (task.losses(outputs, targets)["loss"] / task.weight(targets), metrics["loss"]):
+        assert math.isclose(loss, math.log(256), rel_tol=1e-5), loss
 """
 
 
@@ -61,11 +69,20 @@ def test_a_mistake_is_one_line(bake: Bake) -> None:
     project = bake(task="language")
     assert prepare(project, "a.bin", "README.md", "none.txt", code=2).endswith("error: none.txt is no file")
     assert prepare(project, "a.txt", "README.md", code=2).endswith("give a name that ends in .bin")
-    assert prepare(project, "a.bin", "README.md", "--mix", "README.md", code=2).endswith("'README.md'")
+    for words in (["README.md", "README.md"], ["0", "README.md"], ["inf", "README.md"]):
+        assert "--mix takes a weight" in prepare(project, "a.bin", "README.md", "--mix", *words, code=2)
     assert not list(project.glob("a.*"))
     (project / "b.bin").write_bytes(bytes(10))
     err = launch(project, "train", *SMALL, "--dataset.path", "b.bin", code=2).stderr
     assert err == "error: b.bin has no b.json with it; scripts/prepare.py writes both\n"
+
+
+@pytest.mark.weekly
+def test_the_commands_of_the_page_train(bake: Bake) -> None:
+    project = bake(task="language")
+    (project / ".venv").symlink_to(BIN.parent)
+    (commands,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert "eval   step 2/2" in run("bash", "-ec", f"{commands[:-1]} --train.max_steps 2", cwd=project).stdout
 
 
 @pytest.mark.weekly
@@ -76,7 +93,9 @@ def test_a_tokenizer_writes_and_reads_tokens(bake: Bake) -> None:
     text = (project / "README.md").read_text()
     alphabet = ByteLevel.alphabet()
     tokenizer.train_from_iterator([text], BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.enable_truncation(10)  # As that of a model may.
     tokenizer.save(str(project / "tokenizer.json"))
+    tokenizer.no_truncation()
     out = prepare(project, "data/readme.bin", "README.md", "--tokenizer", "tokenizer.json")
     (project / "tokenizer.json").unlink()
     assert out.endswith("tokens of a vocabulary of 512")
@@ -101,3 +120,6 @@ def test_the_estimate_is_what_the_page_shows(bake: Bake) -> None:
     (project / "data/wiki.bin").write_bytes(bytes(10**6))
     command, printed = re.search(r"```sh\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL).groups()  # type: ignore[union-attr]
     assert run("bash", "-c", command, cwd=project, PYTHONPATH=str(project / "src")).stdout == printed
+    alone = command.replace("--ranks 8", "--ranks 1").replace("--train.microbatches 8", "--train.microbatches 64")
+    (gib,) = re.findall(r"On a single device, .* take ([\d.]+) GiB", PAGE)
+    assert f"\n{gib} GiB fit" in run("bash", "-c", alone, cwd=project, PYTHONPATH=str(project / "src")).stdout

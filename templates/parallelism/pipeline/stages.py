@@ -1,6 +1,7 @@
 """The stages of a pipeline: consecutive blocks of the model, and the rank that holds each stage."""
 
 from collections.abc import Callable
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from .config import ModelConfig, UserError
 from .model import build_model
 
 NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, for the first stage.
+getLogger("torch.distributed.pipelining.schedules").disabled = True  # If a stage fails, it would print them.
 
 
 class Stage(nn.Module):

@@ -51,7 +51,8 @@ def describe(path: str | None) -> dict[str, Any]:
         return {"dtype": "uint8", "vocabulary": 256, "end": -1, "bytes_per_token": 1, "tokenizer": None}  # Bytes.
     if not (description := Path(path).with_suffix(".json")).exists():
         raise UserError(f"{path} has no {description} with it; scripts/prepare.py writes both")
-    return dict(json.loads(description.read_text()))
+    about = dict(json.loads(description.read_text()))
+    return about | {"tokenizer": about["tokenizer"] and str(description.with_name(about["tokenizer"]))}
 
 
 def read_tokens(config: DatasetConfig) -> np.ndarray:

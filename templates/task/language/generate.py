@@ -1,7 +1,5 @@
 """Text that a model writes: it continues a prompt, token by token."""
 
-from pathlib import Path
-
 import torch
 
 from .config import Config
@@ -15,17 +13,17 @@ def generate(
 ) -> None:
     """Print a prompt and its continuation by the model of a checkpoint; a collective.
 
-    An empty prompt is a line break. The text is drawn from ``run.seed``, the same on any number of ranks.
+    An empty prompt is token 10, of bytes a line break. The text is drawn from ``run.seed``, the same on any number of ranks.
     """
     _, parallel, _, _ = load_experiment(path, config, given, process)
     parallel.module.eval()
     generator = torch.Generator().manual_seed(config.run.seed)
-    name, context, tokenizer = describe(source := config.dataset.path)["tokenizer"], config.model.context, None
-    if source and name:
+    about, context, tokenizer = describe(config.dataset.path), config.model.context, None
+    if about["tokenizer"]:
         from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
 
-        tokenizer = Tokenizer.from_file(str(Path(source).with_name(name)))
-    text = list(tokenizer.encode(prompt or "\n").ids if tokenizer else prompt.encode() or b"\n")
+        tokenizer = Tokenizer.from_file(about["tokenizer"])
+    text = list(tokenizer.encode(prompt, add_special_tokens=False).ids if tokenizer else prompt.encode()) or [10]
     for _ in range(length):
         window = text[-context:]
         # The zeros after the text do not change what the model predicts before them; all inputs have the same shape.

@@ -10,7 +10,6 @@ documents of a mixture are spread evenly over the file, so the test set, which i
 import argparse
 import heapq
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,30 +40,39 @@ try:
     groups = [(float(weight), [*map(Path, paths)]) for weight, *paths in [("1", *arguments.texts), *arguments.mix]]
 except ValueError as error:
     parser.error(f"--mix takes a weight and files: {error}")
+if not all(0 < weight < float("inf") for weight, _ in groups):
+    parser.error("--mix takes a weight above 0, and files")
 for path in [path for _, paths in groups for path in paths] + [arguments.tokenizer] * bool(arguments.tokenizer):
     if not path.is_file():
         parser.error(f"{path} is no file")
 if arguments.output.suffix != ".bin":
     parser.error(f"the output is {arguments.output}; give a name that ends in .bin")
 
-arguments.output.parent.mkdir(parents=True, exist_ok=True)
-encode, vocabulary, end, name = lambda text: np.frombuffer(text, np.uint8), 256, 0, None  # No text has the byte 0.
+description = arguments.output.with_suffix(".json")
+description.parent.mkdir(parents=True, exist_ok=True)
+description.unlink(missing_ok=True)  # Without it, no run reads a file that is not complete.
+vocabulary, end, tokenizer, name = 256, 0, None, None  # No text has the byte 0.
 if arguments.tokenizer:
-    from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
+    from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
-    encode, count = lambda text: tokenizer.encode(text.decode(errors="replace")).ids, tokenizer.get_vocab_size()
-    end = tokenizer.token_to_id("<|endoftext|>")
-    end = count if end is None else end
-    vocabulary = -(-max(count, end + 1) // 64) * 64  # A multiple of 64 is faster on GPUs.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     name = arguments.output.with_suffix(".tokenizer.json").name
-    shutil.copyfile(arguments.tokenizer, arguments.output.with_name(name))
+    tokenizer.save(str(arguments.output.with_name(name)))
+    numbers = tokenizer.get_vocab()
+    end = numbers.get("<|endoftext|>", max(numbers.values()) + 1)
+    vocabulary = (max(end, *numbers.values()) // 64 + 1) * 64  # A multiple of 64 is faster on GPUs.
 dtype, tokens, size = np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32), 0, 0
 with arguments.output.open("wb") as file:
     for _, document in heapq.merge(*(documents(*group, arguments.lines) for group in groups)):
-        numbers = np.array(encode(document), dtype)
-        file.write(numbers.tobytes() + dtype.type(end).tobytes())
-        tokens, size = tokens + len(numbers) + 1, size + len(document)
+        encoded = np.frombuffer(document, np.uint8)
+        if tokenizer:
+            encoded = tokenizer.encode(document.decode(errors="replace"), add_special_tokens=False).ids
+        file.write(np.array(encoded, dtype).tobytes() + dtype.type(end).tobytes())
+        tokens, size = tokens + len(encoded) + 1, size + len(document)
+if not tokens:
+    parser.error("the files have no text")
 about = {"dtype": dtype.name, "vocabulary": vocabulary, "end": end, "bytes_per_token": size / tokens, "tokenizer": name}
-arguments.output.with_suffix(".json").write_text(json.dumps(about) + "\n")
+description.write_text(json.dumps(about) + "\n")
 print(f"{arguments.output}: {tokens:,} tokens of a vocabulary of {vocabulary}")

@@ -66,10 +66,9 @@ class Evaluator:
             outputs = self.parallel.predict(inputs)
             if outputs is not None:
                 for name, values in self.task.metrics(outputs, targets).items():
-                    if values.dtype == torch.bfloat16:  # Which NumPy lacks.
-                        values = values.float()
-                    # A copy: a tensor shared with a loader process is an open file.
-                    collected.setdefault(name, []).append(torch.atleast_1d(values.clone()))
+                    # Copied: a tensor of a loader process is an open file. NumPy lacks bfloat16.
+                    copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
+                    collected.setdefault(name, []).append(torch.atleast_1d(copy))
         count = self.sampler.count if collected else 0
         metrics = {"index": np.array(self.sampler.indices[:count], dtype=np.int64)}
         for name, batches in collected.items():
