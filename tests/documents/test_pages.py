@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import BIN, CHOICES, TEMPLATE, Bake, run
+from conftest import BIN, CHOICES, TEMPLATE, Bake, launch, run
 
 ROWS = re.findall(r"^\| .* \| (.*) \|$", (TEMPLATE / "docs" / "coming-from.md").read_text(), re.MULTILINE)
 # Programs and names of PyTorch, and the beginnings of commands.
@@ -69,8 +69,8 @@ def test_bytes_are_those_of_the_formulas_and_stale_gradients_diverge(tmp_path: P
 @pytest.mark.parametrize(("parallelism", "ranks", "numbers"), MEMORY)
 def test_memory_is_what_estimate_prints(bake: Bake, parallelism: str, ranks: str, numbers: str) -> None:
     project = bake(parallelism=parallelism, task="language")
-    command = re.findall(r"^python (-m my_experiment estimate .*)$", COSTS, re.MULTILINE)[0].replace("4", ranks, 1)
-    printed = run(BIN / "python", *command.split(), cwd=project, PYTHONPATH=str(project / "src")).stdout
+    command = re.findall(r"^scripts/launch.sh (estimate .*)$", COSTS, re.MULTILINE)[0].replace("4", ranks, 1)
+    printed = launch(project, *command.split()).stdout
     assert "   ".join(numbers.split(" | ")) in re.sub(" {3,}", "   ", printed)
 
 
