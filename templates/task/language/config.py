@@ -27,7 +27,7 @@ class ModelConfig:
     """Bytes or tokens that the model reads at a time: the length of each sample."""
     weights: str | None = field(default=None, metadata={"file": True})
     """A file of weights that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
-    vocabulary = 256  # Not a setting: build_datasets sets it to that of a file of tokens.
+    vocabulary = 256  # Not a setting: build_datasets takes it from a file of tokens.
 
     def check(self) -> None:
         """Reject a width that does not divide into the heads."""
