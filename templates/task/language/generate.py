@@ -13,7 +13,7 @@ def generate(
 ) -> None:
     """Print a prompt and its continuation by the model of a checkpoint; a collective.
 
-    An empty prompt is token 10, of bytes a line break. The text is drawn from ``run.seed``, the same on any number of ranks.
+    An empty prompt is token 10: a line break, of bytes. The text depends on ``run.seed``, and not on the number of ranks.
     """
     _, parallel, _, _ = load_experiment(path, config, given, process)
     parallel.module.eval()
