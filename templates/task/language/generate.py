@@ -13,7 +13,7 @@ def generate(
 ) -> None:
     """Print a prompt and its continuation by the model of a checkpoint; a collective.
 
-    An empty prompt is token 10: a line break, of bytes. The text depends on ``run.seed``, and not on the number of ranks.
+    An empty prompt is token 10, as a byte a line break. The text is the same on any number of ranks, by ``run.seed``.
     """
     _, parallel, _, _ = load_experiment(path, config, given, process)
     parallel.module.eval()
