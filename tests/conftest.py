@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,11 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Bake:
     return render_once
 
 
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the texts between the fences of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def edit(project: Path, changes: dict[tuple[str, str], str]) -> None:
     """Change a line in files of the package; {(file, text in it): text in its place}."""
     for (name, before), after in changes.items():
@@ -150,6 +156,11 @@ def run(*words: str | Path, cwd: Path, code: int = 0, **environment: str) -> sub
         out, err = process.communicate(timeout=900)
     assert process.returncode == code, f"{words}: exit code {process.returncode}\n{out}\n{err}"
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def run_python(project: Path, script: str, *words: str | Path) -> str:
+    """Run a script with the package of a project; returns what it printed."""
+    return run(BIN / "python", "-c", script, *words, cwd=project, PYTHONPATH="src").stdout
 
 
 def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -15,12 +15,14 @@ from conftest import (
     BIN,
     TEMPLATE,
     Bake,
+    blocks,
     find_processes,
     launch,
     launch_and_kill,
     read_losses,
     read_records,
     run,
+    run_python,
     started,
     wait_until,
 )
@@ -34,11 +36,6 @@ SMALL = [
 ]
 
 
-def blocks(name: str, language: str) -> list[str]:
-    """Return the texts between the fences of a page."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[name].read_text(), re.MULTILINE | re.DOTALL)
-
-
 @pytest.fixture
 def edited(bake: Bake) -> Callable[..., Path]:
     """A function that renders a project, applies a recipe, and runs the page's commands before the training."""
@@ -47,7 +44,7 @@ def edited(bake: Bake) -> Callable[..., Path]:
         project = bake(**answers)
         (project / ".venv").symlink_to(BIN.parent)
         run("bash", "-c", f"patch -p1 --fuzz=0 < {PAGES[name]}", cwd=project)
-        (commands,) = blocks(name, "bash")
+        (commands,) = blocks(PAGES[name], "bash")
         run("bash", "-ec", commands.split("scripts/launch.sh")[0], cwd=project)
         return project
 
@@ -56,7 +53,7 @@ def edited(bake: Bake) -> Callable[..., Path]:
 
 def words(name: str) -> list[str]:
     """Return the page's command that trains."""
-    return shlex.split(re.findall(r"^scripts/launch.sh (train.*)", *blocks(name, "bash"), re.MULTILINE)[0])
+    return shlex.split(re.findall(r"^scripts/launch.sh (train.*)", *blocks(PAGES[name], "bash"), re.MULTILINE)[0])
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -65,15 +62,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(torch.load(newest, weights_only=True)["model"])
 
 
-def run_python(project: Path, script: str, *words: str | Path) -> str:
-    """Run a script with the package of a project; returns what it printed."""
-    return run(BIN / "python", "-c", script, *words, cwd=project, PYTHONPATH="src").stdout
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_a_recipe_is_a_small_edit_that_applies_and_is_clean(edited: Callable[..., Path], name: str) -> None:
     project = edited(name)
-    for diff in blocks(name, "diff"):
+    for diff in blocks(PAGES[name], "diff"):
         assert 0 < len(re.findall(r"^\+(?!\+\+ )", diff, re.MULTILINE)) <= MAX_ADDED
     assert not list(project.rglob("*.orig"))  # The line numbers are right.
     run(BIN / "ruff", "check", ".", cwd=project)

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BIN, TEMPLATE, Bake, launch, run
+from conftest import BIN, TEMPLATE, Bake, blocks, launch, run, run_python
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-PAGE = (TEMPLATE / "docs" / "tokens.md").read_text()
+PAGE = TEMPLATE / "docs" / "tokens.md"
 SMALL = "--distributed.device cpu --train.max_steps 2 --model.context 8 --dataset.test_bytes 500".split()
 READ_WINDOWS = """
 import math, torch
@@ -54,7 +54,7 @@ def test_windows_are_those_of_a_mixture_of_documents(bake: Bake) -> None:
     counts = Counter(Counter(documents).values())
     assert counts == {1: 200 + 100, 2: 200} and Counter(text.split()[0] for text in documents)["half"] == 100
     assert {text.split()[0] for text in documents[-10:]} == {"once", "half", "twice"}
-    splits = run(BIN / "python", "-c", READ_WINDOWS, cwd=project, PYTHONPATH="src").stdout.splitlines()
+    splits = run_python(project, READ_WINDOWS).splitlines()
     for part, text in zip((tokens[:-999], tokens[-999:]), splits, strict=True):
         windows = json.loads(text)
         assert len(windows) == (len(part) - 1) // 64
@@ -81,7 +81,7 @@ def test_a_mistake_is_one_line(bake: Bake) -> None:
 def test_the_commands_of_the_page_train(bake: Bake) -> None:
     project = bake(task="language")
     (project / ".venv").symlink_to(BIN.parent)
-    (commands,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (commands,) = blocks(PAGE, "bash")
     assert "eval   step 2/2" in run("bash", "-ec", f"{commands[:-1]} --train.max_steps 2", cwd=project).stdout
 
 
@@ -118,8 +118,8 @@ def test_the_estimate_is_what_the_page_shows(bake: Bake) -> None:
     about = {"dtype": "uint16", "vocabulary": 25088, "end": 0, "bytes_per_token": 4, "tokenizer": None}
     (project / "data/wiki.json").write_text(json.dumps(about))
     (project / "data/wiki.bin").write_bytes(bytes(10**6))
-    command, printed = re.search(r"```sh\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL).groups()  # type: ignore[union-attr]
+    (command,), (printed,) = blocks(PAGE, "sh"), blocks(PAGE, "text")
     assert run("bash", "-c", command, cwd=project, PYTHONPATH=str(project / "src")).stdout == printed
     alone = command.replace("--ranks 8", "--ranks 1").replace("--train.microbatches 8", "--train.microbatches 64")
-    (gib,) = re.findall(r"On a single device, .* take ([\d.]+) GiB", PAGE)
+    (gib,) = re.findall(r"On a single device, .* take ([\d.]+) GiB", PAGE.read_text())
     assert f"\n{gib} GiB fit" in run("bash", "-c", alone, cwd=project, PYTHONPATH=str(project / "src")).stdout

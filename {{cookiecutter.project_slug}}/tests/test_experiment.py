@@ -18,16 +18,20 @@ SAMPLES, DROPOUTS = 8, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn
 
 
 @pytest.fixture
-def samples() -> Any:
-    """The training set."""
-    return module("dataset").build_datasets(settings())[0]
+def config() -> Any:
+    """The settings, of which datasets may decide some of the model."""
+    return settings()
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def samples(config: Any) -> Any:
+    """The training set."""
+    return module("dataset").build_datasets(config)[0]
+
+
+@pytest.fixture
+def model(config: Any, samples: Any) -> nn.Module:
     """The model in training mode, without dropout, at weights at which every layer has an effect."""
-    config = settings()
-    module("dataset").build_datasets(config)  # It may decide shapes of the model.
     torch.manual_seed(0)
     model: nn.Module = module("model").build_model(config.model)
     with torch.no_grad():

@@ -83,7 +83,7 @@ class Parallel:
         torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
         self.targets = [targets for _, targets in batches]
         self.totals, self.weight = dict[str, Tensor](), weight
-        # A schedule splits tensors, so it gets the numbers of the micro-batches.
+        # A schedule splits tensors, so it gets numbers of micro-batches.
         numbers = torch.arange(self.microbatches)
         if first := self.stages.get(0):
             first.inputs = [inputs for inputs, _ in batches]
@@ -121,9 +121,9 @@ class Parallel:
     @torch.no_grad()
     def average_gradients(self) -> None:
         """Average the gradients over the pipelines, in one message per block."""
-        for block in self.module.children() if self.dp_size > 1 else ():
-            parameters = [p for p in block.parameters() if p.requires_grad]
-            # What a pipeline did not use counts as zero; what none used has no gradient.
+        own = ([p for p in block.parameters() if p.requires_grad] for block in self.module.children())
+        for parameters in filter(None, own) if self.dp_size > 1 else ():
+            # What one did not use counts as zero; what none used has no gradient.
             is_used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
             parts = [*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters), is_used]
             message = torch.cat([part.flatten() for part in parts])
@@ -190,7 +190,7 @@ class Parallel:
         for name in self.process.on_main(lambda: [*model]):
             entry = [model.get(name), (state or {}).get(name)]
             dist.broadcast_object_list(entry, 0, self.process.cpu_group)
-            # An unknown name is rejected when it is loaded.
+            # Loading rejects an unknown name.
             if name not in self.places or self.owners[self.places[name]] == self.position:
                 own[name], own_state[name] = entry
         dsd.set_model_state_dict(self.module, own)

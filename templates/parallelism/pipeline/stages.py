@@ -12,7 +12,7 @@ from .config import ModelConfig, UserError
 from .model import build_model
 
 NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, for the first stage.
-getLogger("torch.distributed.pipelining.schedules").disabled = True  # If a stage fails, it would print them.
+getLogger("torch.distributed.pipelining.schedules").disabled = True  # It would print them if one fails.
 
 
 class Stage(nn.Module):

@@ -18,11 +18,11 @@ def generate(
     _, parallel, _, _ = load_experiment(path, config, given, process)
     parallel.module.eval()
     generator = torch.Generator().manual_seed(config.run.seed)
-    about, context, tokenizer = describe(config.dataset.path), config.model.context, None
-    if about["tokenizer"]:
+    context, tokenizer = config.model.context, None
+    if file := describe(config.dataset.path)["tokenizer"]:
         from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
 
-        tokenizer = Tokenizer.from_file(about["tokenizer"])
+        tokenizer = Tokenizer.from_file(file)
     text = list(tokenizer.encode(prompt, add_special_tokens=False).ids if tokenizer else prompt.encode()) or [10]
     for _ in range(length):
         window = text[-context:]
