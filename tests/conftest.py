@@ -169,11 +169,16 @@ def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) ->
 
 
 def launch_and_kill(
-    project: Path, *words: str | Path, when: Callable[[], object], nproc: int = 2, seconds: float = 120
+    project: Path,
+    *words: str | Path,
+    when: Callable[[], object],
+    nproc: int = 2,
+    seconds: float = 120,
+    **environment: str,
 ) -> None:
     """Run a command of a project, kill its launcher with SIGKILL once ``when`` is true, and wait for its processes."""
     mark, script = uuid4().hex, project / "scripts" / "launch.sh"
-    with started(script, *words, cwd=project, NPROC=str(nproc), MARK=mark) as launcher:
+    with started(script, *words, cwd=project, NPROC=str(nproc), **(environment | {"MARK": mark})) as launcher:
         wait_until(lambda: when() or launcher.poll() is not None, "the launcher can be killed", seconds)
         assert launcher.poll() is None, launcher.communicate()
         launcher.kill()

@@ -88,6 +88,7 @@ CASES = [
     if parallelism not in refused(task)
     for nproc in ranks(parallelism)
 ]
+COMPILED = ("model_parallel", "pipeline", "tensor")  # Only weekly; data_parallel refuses to compile.
 ORACLES: dict[str, oracle.Result] = {}
 
 
@@ -124,6 +125,17 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
     assert any(f"step {before} of {STEPS}" in resumed.stdout for before in range(3, STEPS)), resumed.stdout
     assert_matches(folder, expected(project, task))
     assert "warning" not in resumed.stderr.lower()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", *(pytest.param(n, marks=pytest.mark.weekly) for n in COMPILED)])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_compiled_run_matches_a_plain_loop(bake: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
+    skip_without(2)
+    project = bake(parallelism=parallelism, task=task)
+    words = arguments(task, **{"train.compile": "true"})
+    launch(project, "train", *words, "--run.dir", tmp_path / "run")
+    assert_matches(tmp_path / "run", expected(project, task))
 
 
 @pytest.mark.parametrize("task", ["digits", pytest.param("language", marks=pytest.mark.weekly)])

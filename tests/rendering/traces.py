@@ -13,7 +13,7 @@ TRACES: dict[tuple[str, object], str] = {
     ("parallelism", "ddp"): r"\bddp\b(?!-template)|DistributedDataParallel|no_sync",
     ("parallelism", "fsdp"): r"fsdp|fully.shard|reshard",
     ("parallelism", "model_parallel"): r"model.parallel",
-    ("parallelism", "pipeline"): r"pipelin|1F1B|GPipe|\bstages?\b",
+    ("parallelism", "pipeline"): r"pipelin|1F1B|GPipe|(?<!stager\.)\bstages?\b",
     ("parallelism", "tensor"): r"tensor.parallel|tensor_plan|rowwise|plan\.py",
     ("parallelism", "data_parallel"): r"nn\.DataParallel",
     ("task", "digits"): r"\bUCI\b|\bdigits\b|accuracy|pixel|GroupNorm",

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .config import Config, UserError
-from .distributed import Process, exit_now, find_ranks, setup
+from .distributed import Process, exit_now, rendezvous, setup
 
 Row = tuple[str, str, str]  # pass, warn or fail; the check; what it found.
 WAIT, MET = 60.0, "all are here"  # Seconds that machines and ranks wait for each other.
@@ -79,25 +79,26 @@ def doctor(config: Config) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         rows += [check_shared_memory(), check_disk(Path(config.run.dir))]
     try:
-        store, rank, world_size = find_ranks(config.distributed.init_method, timedelta(seconds=WAIT))
+        process = rendezvous(config)
     except (RuntimeError, ValueError, KeyError) as error:
         exit_now(print_rows([*rows, ("fail", "rendezvous", f"{socket.gethostname()}: {str(error).splitlines()[0]}")]))
-    code = print_rows(merge(exchange(store, "alone", rows, rank, world_size)), rank)
+    code = print_rows(merge(exchange(process, "alone", rows)), process.rank)
     if code == 0:  # Otherwise the process group would only wait in vain.
-        code = print_rows(merge(exchange(store, "together", check_process_group(config), rank, world_size)), rank)
+        code = print_rows(merge(exchange(process, "together", check_process_group(config, process))), process.rank)
     with suppress(RuntimeError):  # A launcher ends all ranks at the first failure; rank 0 has to print before.
-        store.set("printed", "") if rank == 0 else store.wait(["printed"], timedelta(seconds=WAIT))
+        store = process.store
+        store.set("printed", "") if process.rank == 0 else store.wait(["printed"], timedelta(seconds=WAIT))
     exit_now(code)
 
 
-def exchange(store: Any, key: str, value: Any, rank: int, world_size: int) -> list[Any]:
+def exchange(process: Process, key: str, value: Any) -> list[Any]:
     """Return the values of all ranks, None for one that has not sent its value within WAIT."""
-    store.set(f"{key}/{rank}", json.dumps(value))
+    process.store.set(f"{key}/{process.rank}", json.dumps(value))
     values, deadline = [], time.monotonic() + WAIT
-    for other in range(world_size):
+    for other in range(process.world_size):
         try:
-            store.wait([f"{key}/{other}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-            values.append(json.loads(store.get(f"{key}/{other}")))
+            process.store.wait([f"{key}/{other}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+            values.append(json.loads(process.store.get(f"{key}/{other}")))
         except RuntimeError:
             values.append(None)
     return values
@@ -181,10 +182,10 @@ def check_disk(run_dir: Path) -> Row:
     return "pass" if free > 10 else "warn", "disk", f"{folder}: {free:.1f} GiB free"
 
 
-def check_process_group(config: Config) -> list[Row]:
+def check_process_group(config: Config, process: Process) -> list[Row]:
     """Form the process group of a run, and measure in it; if that fails, return the reason."""
     try:
-        process = setup(config)
+        setup(config, process)
         return [check_clocks(process), check_all_reduce(process)]
     except (RuntimeError, ValueError, UserError) as error:
         return [("fail", "process group", f"{socket.gethostname()}: {str(error).splitlines()[0]}")]

@@ -48,16 +48,16 @@ def wait(ranks: list[Any], received: list[int]) -> int:
     while None in codes:
         time.sleep(0.1)
         codes = [rank.exitcode for rank in ranks]
-        failed = failed or [(number, code) for number, code in enumerate(codes) if code]
+        failed = failed or sorted((code, number) for number, code in enumerate(codes) if code)
         is_over = time.monotonic() > deadline
         if is_over or (deadline == math.inf and (failed or received)):
             deadline = time.monotonic() + float(os.environ.get("STOP_SECONDS", "60"))
             for rank in ranks:
                 rank.kill() if is_over else rank.terminate()  # A rank that trains saves, and ends by itself.
-    for number, code in failed[:1]:
+    for code, number in failed[:1]:
         if code == -signal.SIGKILL or (code < 0 and not received):
             print(f"error: local rank {number} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    return 128 + received[0] if received else max(1, failed[0][1]) if failed else 0
+    return 128 + received[0] if received else max(1, failed[0][0]) if failed else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ with tempfile.TemporaryDirectory() as folder:
     except DistError as error:
         sys.exit(f"error: no rendezvous at HEAD and PORT: {str(error).splitlines()[0]}")
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:  # The rank has printed why.
-            sys.exit(failure.exitcode)
-        sys.exit(f"error: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
+        code, rank = min((failure.exitcode, rank) for rank, failure in error.failures.items())
+        if code > 0:  # The rank has printed why.
+            sys.exit(code)
+        sys.exit(f"error: rank {rank} was ended by {signal.Signals(-code).name}")

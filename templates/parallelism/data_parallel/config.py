@@ -2,6 +2,8 @@
 class ParallelConfig:
     """nn.DataParallel: one process uses all accelerators of its machine."""
 
+    gloo_on_accelerators = True  # One rank sends nothing.
+
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one, which the process reads."""
         return 1

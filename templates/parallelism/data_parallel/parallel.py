@@ -22,17 +22,10 @@ from .model import build_model
 from .task import Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Parallel:
-    """The model under nn.DataParallel. Every strategy has these methods and attributes; the loop uses nothing else.
-
-    Attributes:
-        module: This rank's part of the model; its parameters have the same names as in the whole model.
-        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
-        scaler: Scales the loss under fp16; otherwise it does nothing.
-    """
+    """The model under nn.DataParallel. The loop uses only what all strategies have."""
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
         self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
@@ -51,13 +44,14 @@ class Parallel:
         for inputs, targets in microbatches:
             with self.autocast():
                 losses = self.task.losses(self.copies(inputs), targets)
-            self.scaler.scale(losses["loss"] / weight).backward()
+            losses = {name: loss / weight for name, loss in losses.items()}
+            self.scaler.scale(losses["loss"]).backward()
             for name, loss in losses.items():
-                totals[name] = totals.get(name, 0) + loss.detach() / weight
+                totals[name] = totals.get(name, 0) + loss.detach()
         return totals
 
     def predict(self, inputs: Any) -> Any:
-        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        """Return this rank's outputs, or None if another rank has them; a collective."""
         with self.autocast():
             return self.copies(inputs)
 

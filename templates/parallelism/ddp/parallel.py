@@ -24,17 +24,10 @@ from .model import build_model
 from .task import Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Parallel:
-    """The model under DDP. Every strategy has these methods and attributes; the loop uses nothing else.
-
-    Attributes:
-        module: This rank's part of the model; its parameters have the same names as in the whole model.
-        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
-        scaler: Scales the loss under fp16; otherwise it does nothing.
-    """
+    """The model under DDP. The loop uses only what all strategies have."""
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
         self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
@@ -43,19 +36,10 @@ class Parallel:
         self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
         self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
         self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
-        if config.parallel.sync_batch_norm:
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
-        self.ddp = DistributedDataParallel(
-            self.module,
-            device_ids=None if kind == "cpu" else [self.device],
-            forward_sync_buffers=False,  # average_buffers does that before they are used.
-            gradient_as_bucket_view=True,
-            find_unused_parameters=config.train.allow_unused,
-        )
-        self.arrange_buckets()
+        self.ddp = self.build_ddp(config.train.allow_unused)
 
 #:: filter indent(4, true) ::#
-#:: include "parallelism/shared/buckets.py" ::#
+#:: include "parallelism/shared/ddp.py" ::#
 #:: endfilter ::#
 
 #:: filter indent(4, true) ::#
@@ -69,13 +53,14 @@ class Parallel:
                 with self.autocast():
                     losses = self.task.losses(self.ddp(inputs), targets)
                 # DDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
-                self.scaler.scale(losses["loss"] / weight).backward()
+                losses = {name: loss / weight for name, loss in losses.items()}
+                self.scaler.scale(losses["loss"]).backward()
             for name, loss in losses.items():
-                totals[name] = totals.get(name, 0) + loss.detach() / weight / self.dp_size
+                totals[name] = totals.get(name, 0) + loss.detach()
         return totals
 
     def predict(self, inputs: Any) -> Any:
-        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        """Return this rank's outputs, or None if another rank has them; a collective."""
         with self.autocast():
             return self.module(inputs)
 

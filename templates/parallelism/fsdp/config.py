@@ -6,16 +6,14 @@ class ParallelConfig:
     """Copies of the model, each sharded over an equal number of ranks: several machines may each hold one."""
     reshard_after_forward: bool = True
     """Free a block's weights after its forward and gather them again for its backward: less memory, more messages."""
-    sync_batch_norm: bool = False
-    """Replace BatchNorm with SyncBatchNorm, which normalizes over the batch of all ranks; on accelerators alone."""
+
+    gloo_on_accelerators = False  # It cannot send their tensors.
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one per rank."""
         return world_size
 
     def check(self, config: "Config", world_size: int) -> None:
-        """Reject replicas that do not divide the ranks evenly, and SyncBatchNorm on a CPU."""
+        """Reject replicas that do not divide the ranks evenly."""
         if world_size % self.replicas:
             raise UserError(f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)")
-        if self.sync_batch_norm and config.distributed.device == "cpu":
-            raise UserError("parallel.sync_batch_norm works on accelerators alone; turn it off on a CPU")

@@ -5,7 +5,7 @@ scattered, so that each rank gets those of its own shard and updates only that s
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -26,20 +25,13 @@ from .sharded import Checkpointer as Checkpointer
 from .task import Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Parallel:
-    """The model under FSDP2. Every strategy has these methods and attributes; the loop uses nothing else.
-
-    Attributes:
-        module: This rank's part of the model; its parameters have the same names as in the whole model.
-        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
-        scaler: Scales the loss under fp16; otherwise it does nothing.
-    """
+    """The model under FSDP2. The loop uses only what all strategies have."""
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
-        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+        self.task, self.process, self.device = task, process, process.device
         self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.train.precision == "fp16")
         layout, blocks, seen = config.parallel, list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
@@ -51,17 +43,18 @@ class Parallel:
 
         def wrap(block: nn.Module) -> nn.Module:
             refuse_shared(block, seen)
-            if layout.sync_batch_norm:
-                block = nn.SyncBatchNorm.convert_sync_batchnorm(block)
             blocks.append(prepare_block(block, config))
             shard(block, reshard_after_forward=layout.reshard_after_forward)
             return block
 
         self.module = build_model(config.model, wrap)
+        self.group = mesh.get_group("shard")
         for block in blocks:  # Once more, because the model may have shared parameters after blocks were sharded.
             refuse_shared(block, seen)
         self.fsdp = shard(self.module)
-        self.allow_unused = config.train.allow_unused
+        self.head = cast(FSDPModule, blocks[-1])
+        self.head.set_reshard_after_forward(False)  # Backward starts with it.
+        self.microbatches, self.allow_unused = config.train.microbatches, config.train.allow_unused
 
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
@@ -74,28 +67,34 @@ class Parallel:
             self.fsdp.set_requires_all_reduce(number == self.microbatches)
             losses = self.task.losses(self.module(inputs), targets)
             # FSDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
-            self.scaler.scale(losses["loss"] / weight).backward()
+            losses = {name: loss / weight for name, loss in losses.items()}
+            self.scaler.scale(losses["loss"]).backward()
             for name, loss in losses.items():
-                totals[name] = totals.get(name, 0) + loss.detach() / weight / self.dp_size
+                totals[name] = totals.get(name, 0) + loss.detach()
         if self.allow_unused:
             self.compare_used()
         return totals
 
     def compare_used(self) -> None:
         """Reject parameters with a gradient on some ranks only: FSDP would have added those of others to it."""
-        used: list[Any] = [None] * self.dp_size
-        dist.all_gather_object(used, {name for name, p in self.module.named_parameters() if p.grad is not None})
+        used = self.process.all_gather({name for name, p in self.module.named_parameters() if p.grad is not None})
         if names := set.union(*used) - set.intersection(*used):
             raise UserError(f"only some ranks use {min(names)}; under this strategy, all have to, or none")
 
     def predict(self, inputs: Any) -> Any:
-        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
-        return self.module(inputs)
+        """Return this rank's outputs, or None if another rank has them; a collective."""
+        outputs = self.module(inputs)
+        self.head.reshard()  # There is no backward.
+        return outputs
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient; returns the norm before."""
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
+        own = nn.utils.get_total_norm([g.to_local() for g in gradients]).to(self.device)
+        norms = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(norms, own, group=self.group)  # Summed in one order on all.
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm := torch.stack(norms).norm())
+        return norm
 
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/state.py" ::#

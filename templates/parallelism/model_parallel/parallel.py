@@ -25,17 +25,10 @@ from .model import build_model
 from .task import Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Parallel:
-    """The model on this rank's devices. Every strategy has these methods and attributes; the loop uses nothing else.
-
-    Attributes:
-        module: This rank's part of the model; its parameters have the same names as in the whole model.
-        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
-        scaler: Scales the loss under fp16; otherwise it does nothing.
-    """
+    """The model on this rank's devices. The loop uses only what all strategies have."""
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
         self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
@@ -43,23 +36,16 @@ class Parallel:
         precision, kind = config.train.precision, self.device.type
         self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
         self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
-        self.main_group, seen = process.main_group, WeakValueDictionary[int, nn.Parameter]()
+        self.cpu_group, seen = process.cpu_group, WeakValueDictionary[int, nn.Parameter]()
         self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config))
         blocks = list(self.module.children())
         for number, block in enumerate(blocks):
             refuse_shared(block, seen)
             place(block, choose_device(self.device, number * config.parallel.devices // len(blocks)))
-        self.ddp = DistributedDataParallel(
-            self.module,
-            device_ids=None,  # The parameters are on their devices already.
-            forward_sync_buffers=False,  # average_buffers does that before they are used.
-            gradient_as_bucket_view=True,
-            find_unused_parameters=config.train.allow_unused,
-        )
-        self.arrange_buckets()
+        self.ddp = self.build_ddp(config.train.allow_unused)
 
 #:: filter indent(4, true) ::#
-#:: include "parallelism/shared/buckets.py" ::#
+#:: include "parallelism/shared/ddp.py" ::#
 #:: endfilter ::#
 
 #:: filter indent(4, true) ::#
@@ -74,13 +60,14 @@ class Parallel:
                     outputs = self.ddp(inputs)
                     losses = self.task.losses(outputs, to_device(targets, outputs.device))
                 # DDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
-                self.scaler.scale(losses["loss"].to(self.device) / weight).backward()
+                losses = {name: loss.to(self.device) / weight for name, loss in losses.items()}
+                self.scaler.scale(losses["loss"]).backward()
             for name, loss in losses.items():
-                totals[name] = totals.get(name, 0) + loss.detach().to(self.device) / weight / self.dp_size
+                totals[name] = totals.get(name, 0) + loss.detach()
         return totals
 
     def predict(self, inputs: Any) -> Any:
-        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        """Return this rank's outputs, or None if another rank has them; a collective."""
         with self.autocast():
             return self.module(inputs).to(self.device)
 
@@ -95,9 +82,9 @@ class Parallel:
 #:: endfilter ::#
 
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
+        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
         content = [model, state]  # Not tensor by tensor, which would have to be on one device.
-        dist.broadcast_object_list(content, src=0, group=self.main_group)
+        dist.broadcast_object_list(content, src=0, group=self.cpu_group)
         dsd.set_model_state_dict(self.module, content[0])
         if optimizer:
             groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]  # Those of the settings.

@@ -9,6 +9,8 @@ class ParallelConfig:
     stages_per_rank: int = 1
     """Stages on each rank: 1 for GPipe and 1F1B, more for LoopedBFS and Interleaved1F1B."""
 
+    gloo_on_accelerators = False  # It cannot send their tensors.
+
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one per pipeline."""
         return self.replicas

@@ -3,7 +3,6 @@
 Several pipelines read local batches, and ranks with the same stages average their gradients.
 """
 
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -24,17 +23,9 @@ from .sharded import Checkpointer as Checkpointer
 from .stages import NUMBER, Stage, outline_stages, shapes_of
 from .task import Task
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 
 class Parallel:
-    """Stages of the model. Every strategy has these methods and attributes; the loop uses nothing else.
-
-    Attributes:
-        module: This rank's part of the model; its parameters are named as in the whole model.
-        dp_rank, dp_size: Which local batch this rank reads, and of how many.
-        scaler: Does nothing here; others scale under fp16.
-    """
+    """Stages of the model. The loop uses only what all strategies have."""
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
         self.task, self.process, self.device = task, process, process.device
@@ -42,21 +33,18 @@ class Parallel:
         self.dp_size, kind = config.parallel.replicas, self.device.type
         self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=config.train.precision == "bf16")
         self.scaler = torch.amp.GradScaler(kind, enabled=False)
-        # Ranks of a stage are neighbors: their messages are the largest.
         self.position, self.dp_rank = divmod(process.rank, self.dp_size)
         ranks = torch.arange(process.world_size).view(-1, self.dp_size)
-        timeout = timedelta(seconds=config.distributed.timeout_seconds)
-        self.group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-        self.dp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+        self.group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), process.timeout)
+        self.dp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), process.timeout)
         self.owners = [*range(len(ranks))] * config.parallel.stages_per_rank  # By stage.
         self.last = len(self.owners) - 1
         self.module, self.stages = nn.Sequential(), dict[int, Stage]()
         self.build_stages(config)
-        # What each stage gets and passes on, by the shapes of the inputs.
-        self.forms: dict[Any, dict[int, Tensor]] = {}
+        self.forms: dict[Any, dict[int, Tensor]] = {}  # By shapes of inputs.
         self.schedule: Any = None
         self.shapes: Any = None  # Of the schedule.
-        self.names: list[str] = []  # Of the losses.
+        self.names: list[str] = []
 
     def build_stages(self, config: Config) -> None:
         """Build the model block by block, and keep this rank's blocks."""
@@ -71,8 +59,7 @@ class Parallel:
         for stage, (name, block) in zip(stages, build_model(config.model, wrap).named_children(), strict=True):
             if self.owners[stage] == self.position:
                 self.module.add_module(name, block)
-                empty = Stage(self.autocast, is_last=stage == self.last)
-                self.stages.setdefault(stage, empty).blocks.append(block)
+                self.stages.setdefault(stage, Stage(self.autocast, stage == self.last)).blocks.append(block)
 
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
@@ -83,7 +70,6 @@ class Parallel:
         torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
         self.targets = [targets for _, targets in batches]
         self.totals, self.weight = dict[str, Tensor](), weight
-        # A schedule splits tensors, so it gets numbers of micro-batches.
         numbers = torch.arange(self.microbatches)
         if first := self.stages.get(0):
             first.inputs = [inputs for inputs, _ in batches]
@@ -98,11 +84,11 @@ class Parallel:
         with self.autocast():
             losses = self.task.losses(self.stages[self.last].outputs, self.targets[int(number)])
         for name, loss in losses.items():
-            self.totals[name] = self.totals.get(name, 0) + loss.detach() / self.weight / self.dp_size
+            self.totals[name] = self.totals.get(name, 0) + loss.detach() / self.weight
         return losses["loss"] / self.weight
 
     def build_schedule(self, inputs: Any) -> None:
-        """Build the schedule for micro-batches of these shapes; a collective."""
+        """Build the schedule for such micro-batches; a collective."""
         if shapes_of(inputs) not in self.forms:
             self.module.eval()  # Keeps statistics.
             with torch.no_grad():
@@ -120,21 +106,20 @@ class Parallel:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average the gradients over the pipelines, in one message per block."""
+        """Average gradients over the pipelines; what only some used is zero in others."""
         own = ([p for p in block.parameters() if p.requires_grad] for block in self.module.children())
         for parameters in filter(None, own) if self.dp_size > 1 else ():
-            # What one did not use counts as zero; what none used has no gradient.
             is_used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
             parts = [*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters), is_used]
-            message = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(message, group=self.dp_group)
-            *sums, users = message.split([part.numel() for part in parts])
-            for p, part, total, count in zip(parameters, parts, sums, users, strict=False):
-                if p.grad is not None or count > 0:  # Only the latter waits for the device.
-                    p.grad = part.copy_(total.view_as(part) / self.dp_size)
+            vector = nn.utils.parameters_to_vector(parts) / self.dp_size
+            dist.all_reduce(vector, group=self.dp_group)
+            nn.utils.vector_to_parameters(vector, parts)
+            for p, part, users in zip(parameters, parts, parts[-1], strict=False):
+                if p.grad is not None or users > 0:  # Only the latter waits for the device.
+                    p.grad = part
 
     def predict(self, inputs: Any) -> Any:
-        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        """Return this rank's outputs, or None if another rank has them; a collective."""
         x, shapes, group = inputs, shapes_of(inputs), self.group
         is_new = shapes not in self.forms  # Then they are sent too.
         forms = self.forms.setdefault(shapes, {0: NUMBER, len(self.owners): NUMBER})
@@ -161,9 +146,10 @@ class Parallel:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        squared = nn.utils.get_total_norm(gradients).to(self.device).square()
-        dist.all_reduce(squared, group=self.group)
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm := squared.sqrt())
+        own = nn.utils.get_total_norm(gradients).to(self.device)
+        norms = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(norms, own, group=self.group)  # Summed in one order on all.
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm := torch.stack(norms).norm())
         return norm
 
 #:: filter indent(4, true) ::#
@@ -171,11 +157,11 @@ class Parallel:
 #:: endfilter ::#
 
     def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
-        """Return the weights of the whole model, and the optimizer's state of each parameter, on rank 0's CPU."""
+        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
         rank, group = self.process.rank, self.process.cpu_group
         model, optim = dsd.get_state_dict(self.module, optimizer, options=dsd.StateDictOptions(cpu_offload=True))
         whole: list[Any] = [model, optim["state"]]
-        for source in range(self.dp_size, self.process.world_size, self.dp_size):  # In the first pipeline.
+        for source in range(self.dp_size, self.process.world_size, self.dp_size):
             part = [*whole]
             if rank == source:
                 dist.send_object_list(part, 0, group)
@@ -185,14 +171,13 @@ class Parallel:
         return whole[0], whole[1]
 
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
+        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
         own, own_state = dict[str, Any](), dict[str, Any]()
-        for name in self.process.on_main(lambda: [*model]):
+        for name in max(self.process.all_gather([*model])):  # Rank 0's.
             entry = [model.get(name), (state or {}).get(name)]
             dist.broadcast_object_list(entry, 0, self.process.cpu_group)
-            # Loading rejects an unknown name.
             if name not in self.places or self.owners[self.places[name]] == self.position:
-                own[name], own_state[name] = entry
+                own[name], own_state[name] = entry  # Loading rejects an unknown name.
         dsd.set_model_state_dict(self.module, own)
         if optimizer:
             groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]

@@ -3,13 +3,11 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     #:: if fact("shards") ::#
     for name, buffer in block.named_buffers():
         if not buffer.is_contiguous() or buffer.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
-            raise UserError(
-                f"buffer {name} of {type(block).__name__} cannot be sent to other ranks; "
-                "make it contiguous, and of a type like int32"
-            )
+            where = f"buffer {name} of {type(block).__name__}"
+            raise UserError(f"{where} cannot be sent; make it contiguous, and of a type like int32")
     #:: endif ::#
     if config.train.activation_checkpointing:
-        if any(isinstance(layer, BATCH_NORMS) for layer in block.modules()):
+        if any("running_mean" in name for name, _ in block.named_buffers()):
             raise UserError("train.activation_checkpointing would update BatchNorm's statistics twice; turn it off")
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:

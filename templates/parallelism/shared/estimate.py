@@ -1,8 +1,7 @@
 """Does it fit? The memory of a step on a rank: ``scripts/launch.sh estimate --ranks 64 --memory 80``.
 
 One process takes a step as one of N ranks. Its tensors have shapes but no values, by FakeTensorMode, which is private
-(without it, delete this file), and its process group sends nothing. Activations include buffers, messages and gathered
-weights, at the peak. Not counted: CUDA, NCCL, kernels, fragmentation.
+(without it, delete this file). Activations include buffers, messages and gathered weights, at the peak.
 """
 
 import math
@@ -80,7 +79,7 @@ class Ledger(FakeTensorMode):
 def simulate(config: Config, world_size: int, rank: int) -> list[int]:
     """Take a step as one of the ranks; returns the bytes of COLUMNS."""
     dist.init_process_group("fake", rank=rank, world_size=world_size)
-    process = Process(rank, world_size, torch.device("cpu"), dist.group.WORLD, dist.group.WORLD, dist.HashStore())
+    process = Process(dist.HashStore(), rank, world_size, cpu_group=dist.group.WORLD)
     with Ledger() as ledger:
         (train_set, _), task = build_datasets(config), Task(config, process.device)
         parallel = Parallel(task, config, process)

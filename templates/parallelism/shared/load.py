@@ -1,5 +1,5 @@
 def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-    """Load rank 0's weights of the whole model, and the state of the optimizer if there is one."""
+    """Load rank 0's weights of the whole model, and the optimizer's state if given."""
     options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dsd.set_model_state_dict(self.module, model, options=options)
     if optimizer:

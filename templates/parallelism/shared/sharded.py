@@ -7,7 +7,7 @@ that you trust: unlike a full checkpoint, it is read with pickle, and has no che
 import json
 import os
 import shutil
-from contextlib import suppress
+import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,9 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dsd
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from . import checkpoint
-from .checkpoint import list_checkpoints, lock
 from .config import Config, UserError
 from .distributed import Process
 
@@ -27,74 +26,74 @@ from .distributed import Process
 class Checkpointer(checkpoint.Checkpointer):
     """Saves a run in ``checkpoint.format``, and resumes it from either format."""
 
-    def __init__(self, parallel: Any, optimizer: Any, lengths: list[int], config: Config, process: Process) -> None:
-        super().__init__(parallel, optimizer, lengths, config, process)
-        timeout = timedelta(seconds=config.distributed.timeout_seconds)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # Its messages never mix with those of training.
-        self.pending: Any = None
+    def __init__(self, config: Config, process: Process) -> None:
+        super().__init__(config, process)
+        if config.checkpoint.format == "sharded":  # The messages of its threads never mix with those of training.
+            timeout = timedelta(seconds=config.distributed.timeout_seconds)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+        accelerated = process.device.type != "cpu"  # Then parts are copied to pinned memory.
+        self.stager = DefaultStager(StagingOptions(accelerated, False, False, accelerated))
+
+    @staticmethod
+    def read(path: Path) -> dict[str, Any]:
+        """Read a checkpoint; of a sharded one, only what all ranks hold, because each rank loads its own part."""
+        if path.suffix != ".dcp":
+            return checkpoint.read(path)
+        try:
+            return json.loads((path / "header.json").read_text()) | {"shards": str(path)}
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(f"{path} is not a readable checkpoint: {error}") from None
+
+    @staticmethod
+    def load(parallel: Any, content: dict[str, Any], *optimizers: Any) -> None:
+        """Load a checkpoint that was read, or this rank's part of a sharded one."""
+        if "shards" not in content:
+            return checkpoint.Checkpointer.load(parallel, content, *optimizers)
+        state = local_state(parallel.module, *optimizers)
+        dcp.load(state, checkpoint_id=content["shards"])
+        dsd.set_model_state_dict(parallel.module, state["model"])
+        for optimizer in optimizers:
+            groups = dsd.get_optimizer_state_dict(parallel.module, optimizer)["param_groups"]  # Those of the settings.
+            dsd.set_optimizer_state_dict(parallel.module, optimizer, state["optimizer"] | {"param_groups": groups})
+
+    def restore(self, parallel: Any, optimizer: Any, lengths: list[int]) -> tuple[int, list[str]]:
+        """Load what was read, or an older checkpoint if a part of a sharded one is damaged."""
+        try:
+            return super().restore(parallel, optimizer, lengths)
+        except dcp.CheckpointException:
+            path = Path(self.start["shards"])
+            self.process.on_main(lambda: path.rename(f"{path}.damaged"))
+            self.start = checkpoint.read_on_main(self.read_start, self.process)
+            if "progress" not in self.start:  # The model has no initial values.
+                raise UserError(f"{path} was damaged, and there is no older checkpoint; start again") from None
+            if self.process.rank == 0:
+                print(f"a part of {path} is damaged; it is now {path.name}.damaged", file=sys.stderr)
+            return self.restore(parallel, optimizer, lengths)
 
     def save(self, progress: dict[str, int]) -> None:
-        """Save the run as it is now; a sharded checkpoint is written in the background."""
+        """Save the run in the format; of a sharded checkpoint, a thread of each rank writes what the rank holds."""
         if self.config.checkpoint.format == "full":
             return super().save(progress)
-        self.finish()
-        self.parallel.average_buffers()
-        parameters = self.parallel.module.named_parameters()
-        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters}
-        if bad := max(self.process.all_gather([name for name, part in local.items() if not part.isfinite().all()])):
-            raise UserError(f"{bad[0]} is not finite after step {progress['step']}, which is not saved")
-        self.final = self.folder / f"step-{progress['step']:08d}.dcp"
-        self.partial = self.final.with_suffix(".dcp.tmp")
-        for path in (self.final, self.partial):  # Of an earlier start.
+        header = json.dumps(self.prepare(progress))
+        final = self.folder / f"step-{progress['step']:08d}.dcp"
+        unfinished = final.with_suffix(".dcp.tmp")
+        for path in (final, unfinished):  # Of an earlier start.
             self.process.on_main(partial(shutil.rmtree, path, ignore_errors=True))
-        content = self.local_state() | {"header": json.dumps(self.header(progress))}
-        self.pending = dcp.async_save(content, checkpoint_id=self.partial, process_group=self.group)
-        self.pending.add_done_callback(partial(self.publish, self.partial, self.final))
+        content = self.stager.stage(local_state(self.parallel.module, self.optimizer))
+        self.pending = self.writer.submit(self.write_shards, content, header, unfinished, final)
 
-    def local_state(self) -> dict[str, Any]:
-        """Return this rank's part of the model and of the optimizer's state, by name of parameter."""
-        model, optimizer = dsd.get_state_dict(self.parallel.module, self.optimizer)
-        return {"model": model, "optimizer": {"state": optimizer["state"]}}
-
-    def publish(self, folder: Path, final: Path, future: Any) -> None:
-        """Give a checkpoint its name when it is complete, which rank 0 is the last to know."""
-        if self.process.rank == 0 and not future.exception():
-            with suppress(FileNotFoundError):  # Done already.
-                os.replace(folder, final)
-
-    def finish(self) -> None:
-        """Wait until a pending checkpoint is complete; raises what went wrong."""
-        if self.pending:
-            pending, self.pending = self.pending, None
-            try:
-                pending.result()
-            except (Exception, dcp.CheckpointException) as error:
-                raise UserError(f"{self.final} was not written; disk full? {str(error).splitlines()[-1]}") from None
-            self.process.on_main(lambda: self.publish(self.partial, self.final, pending))
-
-    def restore(self) -> tuple[int, list[str]]:
-        """Load what the run starts from; of a sharded checkpoint, each rank reads its own part."""
-        newest = self.process.on_main(lambda: [Path(), *list_checkpoints(self.folder)][-1])
-        if newest.suffix != ".dcp" or self.config.checkpoint.resume == "never":
-            return super().restore()
-        self.process.on_main(lambda: lock(Path(self.config.run.dir)))
+    def write_shards(self, content: Any, header: str, unfinished: Path, final: Path) -> None:
+        """Write this rank's part; the folder gets its name when all is written."""
         try:
-            return self.load_shards(newest)
-        except dcp.CheckpointException:  # Rank 0 sets it aside, and reads an older one.
-            steps, changes = super().restore()
-            if not steps:  # There is none, and some initial values may have been replaced.
-                raise UserError(f"{newest} is damaged, and there is no older checkpoint; start again") from None
-            return steps, changes
+            dcp.save(content, checkpoint_id=unfinished, process_group=self.group)
+        except (Exception, dcp.CheckpointException) as error:
+            raise UserError(f"{final} was not written; disk full? {str(error).splitlines()[-1]}") from None
+        if self.process.rank == 0:
+            checkpoint.write_atomically(unfinished / "header.json", header)
+            os.replace(unfinished, final)
 
-    def load_shards(self, folder: Path) -> tuple[int, list[str]]:
-        """Load this rank's part of a sharded checkpoint."""
-        content: dict[str, Any] = {"header": ""}
-        dcp.load(content, checkpoint_id=folder, process_group=self.group)  # Before a part that may not fit the model.
-        header = json.loads(content["header"])
-        changes = self.compare(header["config"])
-        content, module = self.local_state(), self.parallel.module
-        dcp.load(content, checkpoint_id=folder, process_group=self.group)
-        dsd.set_model_state_dict(module, content["model"])
-        groups = dsd.get_optimizer_state_dict(module, self.optimizer)["param_groups"]  # Those of the settings.
-        dsd.set_optimizer_state_dict(module, self.optimizer, content["optimizer"] | {"param_groups": groups})
-        return header["progress"]["step"], changes
+
+def local_state(module: Any, *optimizers: Any) -> dict[str, Any]:
+    """Return this rank's part of the model, and of the optimizer's state if there is one, by name of parameter."""
+    model, optimizer = dsd.get_state_dict(module, optimizers)
+    return {"model": model, "optimizer": {"state": optimizer.get("state", {})}}

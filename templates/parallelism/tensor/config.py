@@ -5,6 +5,8 @@ class ParallelConfig:
     replicas: int = 1
     """Groups of ranks that each hold the whole model and read a local batch; 1 shards layers over all ranks."""
 
+    gloo_on_accelerators = False  # It cannot send their tensors.
+
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one per group."""
         return self.replicas

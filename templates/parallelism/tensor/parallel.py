@@ -31,17 +31,9 @@ from .plan import tensor_plan
 from .sharded import Checkpointer as Checkpointer
 from .task import Task
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 
 class Parallel:
-    """The model with sharded layers. Every strategy has these methods and attributes; the loop uses nothing else.
-
-    Attributes:
-        module: This rank's part of the model; its parameters have the same names as in the whole model.
-        dp_rank, dp_size: Which local batch this rank reads, and the number of local batches.
-        scaler: Does nothing here; under other strategies, it scales the loss under fp16.
-    """
+    """The model with sharded layers. The loop uses only what all strategies have."""
 
     def __init__(self, task: Task, config: Config, process: Process) -> None:
         self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
@@ -55,7 +47,7 @@ class Parallel:
         self.dp_group, self.dp_rank = mesh.get_group("data"), mesh.get_local_rank("data")
         self.group, self.mesh = mesh.get_group("tensor"), mesh["tensor"]
         self.is_first = self.mesh.get_local_rank() == 0
-        self.users: dict[nn.Parameter, tuple[str, bool]] = {}  # Names, and whether plan.py shards them.
+        self.users: dict[nn.Parameter, tuple[str, bool]] = {}  # Names; whether plan.py shards them.
 
         def wrap(block: nn.Module) -> nn.Module:
             self.shard(block.to(self.device))
@@ -63,7 +55,7 @@ class Parallel:
 
         self.module: nn.Module = build_model(config.model, wrap).to(self.device)
         if not any(is_sharded for _, is_sharded in self.users.values()):
-            raise UserError("plan.py shards no layer, so the ranks of a group would compute the same")
+            raise UserError("plan.py shards no layer, so its ranks would compute the same")
 
     def shard(self, block: nn.Module) -> None:
         """Shard a block by its plan; rejects weights that layers share."""
@@ -90,10 +82,10 @@ class Parallel:
             # the same places of all shards where they are sharded.
             with self.autocast():
                 losses = self.task.losses(self.module(some_inputs), some_targets)
-            (losses["loss"] / weight).backward()
+            losses = {name: loss / weight for name, loss in losses.items()}
+            losses["loss"].backward()
             for name, loss in losses.items():  # The ranks of a group have the same.
-                part = loss.detach() / weight / self.dp_size * self.is_first
-                totals[name] = totals.get(name, 0) + part
+                totals[name] = totals.get(name, 0) + loss.detach() * self.is_first
         self.average_gradients()
         return totals
 
@@ -146,7 +138,7 @@ class Parallel:
                 raise UserError(f"plan.py leaves {name} whole, but ranks compute with it on shards; shard it too")
 
     def predict(self, inputs: Any) -> Any:
-        """Return the outputs for this rank's inputs, or None if another rank has them; a collective."""
+        """Return this rank's outputs, or None if another rank has them; a collective."""
         with self.autocast():
             outputs = self.module(inputs)
         return outputs if self.is_first else None  # The ranks of a group have the same.
@@ -155,10 +147,10 @@ class Parallel:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         whole, shards = (list(gradients.values()) for gradients in self.gradients())
-        squared = nn.utils.get_total_norm(shards).square()
-        squared = squared.to(self.device)  # It is on the CPU if there are none.
-        dist.all_reduce(squared, group=self.group)
-        norm = (squared + nn.utils.get_total_norm(whole).square()).sqrt()
+        own = nn.utils.get_total_norm(shards).to(self.device)
+        norms = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(norms, own, group=self.group)  # Summed in one order on all.
+        norm = torch.stack([*norms, nn.utils.get_total_norm(whole)]).norm()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1)
         for gradient in (*whole, *shards):
             gradient.mul_(scale)

@@ -25,8 +25,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, split: str, max_shift: int = 0) -> None:
         with np.load(Path(__file__).with_name("digits.npz")) as arrays:
             images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
-        # Images are padded once; a shifted image is a crop of the padded one.
-        margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))
+        margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))  # A shifted image is a crop.
         self.images = torch.from_numpy(np.pad(images.astype(np.float32) / 16, margin))
         self.labels = torch.from_numpy(labels.astype(np.int64))
         self.max_shift = max_shift

@@ -31,10 +31,7 @@ class Task:
         return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
 
     def weight(self, targets: Any) -> int | Tensor:
-        """Return what the losses of a local batch are divided by for their mean: here, its number of samples.
-
-        Return a tensor if local batches may differ in it, as in how many labels are known.
-        """
+        """Return what losses are divided by for their mean: the number of samples; a tensor if local batches differ."""
         return len(targets)
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:

@@ -11,10 +11,7 @@ from .evaluate import load_experiment
 def generate(
     path: str, prompt: str, length: int, temperature: float, config: Config, given: set[str], process: Process
 ) -> None:
-    """Print a prompt and its continuation by the model of a checkpoint; a collective.
-
-    An empty prompt is token 10, as a byte a line break. The text is the same on any number of ranks, by ``run.seed``.
-    """
+    """Print a prompt and its continuation, the same on any number of ranks; an empty prompt is token 10."""
     _, parallel, _, _ = load_experiment(path, config, given, process)
     parallel.module.eval()
     generator = torch.Generator().manual_seed(config.run.seed)

@@ -71,7 +71,7 @@ class Head(nn.Module):
 
 def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
     """Build a linear layer without bias, with weights drawn from a normal distribution."""
-    layer = nn.Linear(inputs, outputs, bias=False)
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)  # Drawn once.
     nn.init.normal_(layer.weight, std=std)
     return layer
 

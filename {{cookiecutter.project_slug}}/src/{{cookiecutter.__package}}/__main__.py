@@ -17,7 +17,6 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from .config import CheckpointConfig, Config, UserError
 
 SECTIONS = get_type_hints(Config)
-DEFAULT = Path(__file__).parents[2] / "configs" / "default.yaml"
 COMMANDS: dict[str, tuple[str, set[str]]] = {  # What each does, and its options; with an output, it takes no settings.
     "train": ("train, or resume run.dir", set()),
     "evaluate": ("print the metrics of a checkpoint on the test set", {"checkpoint"}),
@@ -84,7 +83,7 @@ def load_strictly(load: Callable[[str], Any], text: str) -> Any:
 def parse(argv: Sequence[str]) -> tuple[str, Config, Namespace]:
     """Return the subcommand, the settings, and the other options."""
     names_file = any(word.split("=")[0] == "--config" for word in argv)
-    parser = build_parser([] if names_file else [str(DEFAULT)])
+    parser = build_parser([] if names_file else [str(Path(__file__).parents[2] / "configs" / "default.yaml")])
     parsed = parser.instantiate(parser.parse_args(argv))
     options = parsed[parsed.command]
     settings = {name: options[name] for name, kind in SECTIONS.items() if isinstance(options.get(name), kind)}
@@ -93,9 +92,8 @@ def parse(argv: Sequence[str]) -> tuple[str, Config, Namespace]:
 
 def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     """Run a subcommand; ``given`` has the names of the options on the command line."""
-    # Only now: PyTorch takes seconds to import, and wrong settings are reported before that.
-    from .checkpoint import export
-    from .distributed import cleanup, fail, setup
+    from .checkpoint import export  # Not before settings are checked: PyTorch takes seconds to import.
+    from .distributed import cleanup, fail, rendezvous, setup
     from .evaluate import evaluate
     #:: if file("task", "generate.py") ::#
     from .generate import generate
@@ -119,8 +117,9 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
 
         doctor(config)
     #:: endif ::#
-    process, stopped = setup(config), False
+    process, stopped = rendezvous(config), False
     try:
+        setup(config, process)
         if name == "train":
             stopped = Trainer(config, process).run()
         #:: if file("task", "generate.py") ::#
@@ -130,9 +129,9 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
         #:: endif ::#
         else:
             evaluate(options.checkpoint, config, given, process)
+        cleanup(process, stopped)
     except Exception as error:
         fail(error, process)
-    cleanup(stopped)
 
 
 def main(argv: Sequence[str]) -> None:

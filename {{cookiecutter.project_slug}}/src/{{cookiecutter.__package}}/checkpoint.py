@@ -16,6 +16,8 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,60 +31,126 @@ from .config import Config, UserError
 from .distributed import Process
 
 
-class Checkpointer:
-    """Saves and restores one run; ``save`` and ``restore`` are collectives."""
+def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -> dict[str, Any]:
+    """Return what rank 0 reads; the other ranks get the part of it that is not large."""
+    content: dict[str, Any] = {}
 
-    def __init__(self, parallel: Any, optimizer: Any, lengths: list[int], config: Config, process: Process) -> None:
-        self.parallel, self.optimizer, self.config, self.process = parallel, optimizer, config, process
+    def read_header() -> dict[str, Any]:
+        content.update(read_content())
+        return {name: part for name, part in content.items() if name not in ("model", "optimizer")}
+
+    return process.on_main(read_header) | content
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, oldest first: files (``.pt``) and sharded ones (``.dcp``)."""
+    return sorted([*folder.glob("step-????????.pt"), *folder.glob("step-????????.dcp")])
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU, without running code from a file; one that cannot be read is a UserError."""
+    try:
+        if path.suffix == ".dcp" or (path / ".metadata").exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                dcp_to_torch_save(path, Path(folder, "full.pt"))
+                sharded = torch.load(Path(folder, "full.pt"), map_location="cpu", weights_only=True)
+            return sharded | json.loads((path / "header.json").read_text())
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums.
+            if damaged := archive.testzip():
+                raise ValueError(f"the checksum of {damaged} is wrong")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Read when it is loaded.
+    except OSError:  # A disk that fails is no damaged file.
+        raise
+    except (Exception, CheckpointException) as error:  # The latter is no Exception.
+        reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0] or type(error).__name__
+        raise UserError(f"{path} is not a readable checkpoint: {reason}") from None
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Return the weights in a checkpoint, in a file of a state_dict, or in a .safetensors file."""
+    content = read(path)
+    for key in ("model", "state_dict"):
+        content = content.get(key, content)
+    prefix = r"^(module\.|_orig_mod\.)+"  # Of DistributedDataParallel and torch.compile.
+    return {re.sub(prefix, "", name): value for name, value in content.items()}
+
+
+class Checkpointer:
+    """Saves and restores one run; all its methods are collectives."""
+
+    read = staticmethod(read)
+
+    def __init__(self, config: Config, process: Process) -> None:
+        """Read what the run starts from, before the model is built."""
+        self.config, self.process = config, process
         self.folder = Path(config.run.dir) / "checkpoints"
-        digests = process.on_main(lambda: {f"content of {k}": digest(Path(v)) for k, v in config.files().items()})
-        # All that a resumed run has to agree with; the files of the dataset by their content.
-        self.settings = asdict(config) | {"content": {"number of samples": lengths, **digests}}
+        self.start = read_on_main(self.read_start, process)
+        self.resumes = "progress" in self.start
+        self.writer = ThreadPoolExecutor(1)
+        self.pending: Any = None  # The checkpoint that is being written.
+
+    def restore(self, parallel: Any, optimizer: Any, lengths: list[int]) -> tuple[int, list[str]]:
+        """Load what was read; returns how many steps the run has taken, and the settings that have changed since."""
+        self.parallel, self.optimizer, files = parallel, optimizer, self.config.files()
+        digests = self.process.on_main(lambda: {f"content of {k}": digest(Path(v)) for k, v in files.items()})
+        self.settings = asdict(self.config) | {"content": {"number of samples": lengths, **digests}}
+        if not self.resumes:
+            if self.config.model.weights is not None:
+                self.load(parallel, self.start)
+            return 0, []
+        changes, scaler = self.compare(self.start["config"]), parallel.scaler
+        self.load(parallel, self.start, optimizer)
+        scaler.load_state_dict(self.start["scaler"] or scaler.state_dict())
+        return self.start["progress"]["step"], changes
+
+    @staticmethod
+    def load(parallel: Any, content: dict[str, Any], *optimizers: Any) -> None:
+        """Load what ``read_on_main`` has returned, with the state of the optimizer if one is given."""
+        model, state = content.pop("model", {}), content.pop("optimizer", {}).get("state")
+        parallel.load_full_state_dict(model, *optimizers, state=state)
 
     def save(self, progress: dict[str, int]) -> None:
-        """Save the run as it is after some ``step``, at some ``epoch`` and number of its ``samples``."""
-        self.parallel.average_buffers()
+        """Copy the run after a ``step``, at an ``epoch`` and a number of its ``samples``; a thread writes the copy."""
+        header = self.prepare(progress)
         model, state = self.parallel.full_state_dict(self.optimizer)
-        content = {"model": model, "optimizer": {"state": state}, **self.header(progress)}
-        self.process.on_main(lambda: self.write(content, progress["step"]))
+        content = {"model": model, "optimizer": {"state": state}, **header}
+        if self.process.rank == 0:  # From an accelerator, it is a copy.
+            content = deepcopy(content) if self.process.device.type == "cpu" else content
+            self.pending = self.writer.submit(self.write, content, progress["step"])
 
-    def header(self, progress: dict[str, int]) -> dict[str, Any]:
-        """Return the part of a checkpoint that all ranks hold."""
+    def prepare(self, progress: dict[str, int]) -> dict[str, Any]:
+        """Wait until the next checkpoint can be saved; returns the part of it that all ranks hold."""
+        self.finish(raises=False)
+        self.parallel.average_buffers()
+        if not all(p.sum().isfinite() for p in self.parallel.module.parameters() if p.requires_grad):
+            raise UserError(f"the weights are not finite after step {progress['step']}, which is not saved")
         return {"progress": progress, "config": self.settings, "scaler": self.parallel.scaler.state_dict()}
 
     def write(self, content: dict[str, Any], step: int) -> None:
         """Write a checkpoint; the first one of a run is read back, as a check that it can be."""
-        for name in content["optimizer"]["state"]:  # Not buffers: a mask may hold inf.
-            if not content["model"][name].isfinite().all():
-                raise UserError(f"{name} is not finite after step {step}, which is not saved")
         path = self.folder / f"step-{step:08d}.pt"
         write_atomically(path, lambda file: torch.save(content, file))
         if list_checkpoints(self.folder) == [path]:
             read(path)
 
-    def finish(self) -> None:
-        """Wait until everything is written."""
+    def finish(self, wait: bool = True, raises: bool = True) -> None:
+        """Wait for the checkpoint that is being written; raise why it failed, or print that once."""
+        if self.pending and (wait or self.pending.done()):
+            error, self.pending = self.pending.exception(), None
+            if error and raises:
+                raise error
+            if error and self.process.rank == 0:
+                print(f"error: {error}; the run continues, and saves again when due", file=sys.stderr)
 
-    def prune(self, best_step: int) -> None:
-        """Remove all checkpoints but the newest ``checkpoint.keep`` and the best one; on rank 0."""
-        for path in list_checkpoints(self.folder)[: -self.config.checkpoint.keep]:
-            if path.stem != f"step-{best_step:08d}":
+    def prune(self, best_first: list[int]) -> None:
+        """Let rank 0 remove all complete checkpoints but the newest ``checkpoint.keep`` and the best one."""
+        found = list_checkpoints(self.folder) if self.process.rank == 0 else []
+        best = next((step for step in best_first if f"step-{step:08d}" in {path.stem for path in found}), 0)
+        for path in found[: -self.config.checkpoint.keep]:
+            if path.stem != f"step-{best:08d}":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def restore(self) -> tuple[int, list[str]]:
-        """Load what the run starts from; returns how many steps that had, and the settings that have changed since."""
-        content, header = read_on_main(self.read_start, self.process)
-        model, scaler = content.get("model", {}), self.parallel.scaler
-        if "progress" not in header:
-            if (resume := self.config.checkpoint.resume) not in ("auto", "never"):
-                raise UserError(f"checkpoint.resume is {resume}, which holds no run; give weights as model.weights")
-            if self.config.model.weights is not None:
-                self.parallel.load_full_state_dict(model)
-            return 0, []
-        changes = self.compare(header["config"])
-        self.parallel.load_full_state_dict(model, self.optimizer, content.get("optimizer", {}).get("state"))
-        scaler.load_state_dict(header["scaler"] or scaler.state_dict())
-        return header["progress"]["step"], changes
 
     def compare(self, saved: dict[str, Any]) -> list[str]:
         """Return which settings changed; rejects another model or dataset, and what decides which samples are left."""
@@ -108,60 +176,16 @@ class Checkpointer:
             raise UserError(f"checkpoint.resume is never, but there is {found[-1]}; give another run.dir")
         for path in reversed(found):
             try:
-                return read(path)
+                return self.read(path)
             except UserError as error:
                 print(f"{error}; it is now {path.name}.damaged", file=sys.stderr)
                 path.rename(f"{path}.damaged")
         if resume not in ("auto", "never"):
-            return read(Path(resume))
+            if "progress" in (content := self.read(Path(resume))):
+                return content
+            raise UserError(f"checkpoint.resume is {resume}, which holds no run; give weights as model.weights")
         weights = self.config.model.weights
         return {"model": read_weights(Path(weights))} if weights is not None else {}
-
-
-def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what rank 0 reads, empty on the other ranks, and on all ranks the part of it that is not large."""
-    content: dict[str, Any] = {}
-
-    def read_header() -> dict[str, Any]:
-        content.update(read_content())
-        return {name: part for name, part in content.items() if name not in ("model", "optimizer")}
-
-    return content, process.on_main(read_header)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, oldest first: files (``.pt``) and sharded ones (``.dcp``)."""
-    return sorted([*folder.glob("step-????????.pt"), *folder.glob("step-????????.dcp")])
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU, without running code from a file; one that cannot be read is a UserError."""
-    try:
-        if path.suffix == ".dcp" or (path / ".metadata").exists():
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                dcp_to_torch_save(path, Path(folder, "full.pt"))
-                sharded = torch.load(Path(folder, "full.pt"), map_location="cpu", weights_only=True)
-            return sharded | json.loads(sharded.pop("header"))
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums.
-            if damaged := archive.testzip():
-                raise ValueError(f"the checksum of {damaged} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:  # A disk that fails is no damaged file.
-        raise
-    except (Exception, CheckpointException) as error:  # The latter is no Exception.
-        reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0] or type(error).__name__
-        raise UserError(f"{path} is not a readable checkpoint: {reason}") from None
-
-
-def read_weights(path: Path) -> dict[str, Any]:
-    """Return the weights in a checkpoint, in a file of a state_dict, or in a .safetensors file."""
-    content = read(path)
-    for key in ("model", "state_dict"):
-        content = content.get(key, content)
-    prefix = r"^(module\.|_orig_mod\.)+"  # Of DistributedDataParallel and torch.compile.
-    return {re.sub(prefix, "", name): value for name, value in content.items()}
 
 
 def export(path: Path, output: Path) -> None:
@@ -179,13 +203,13 @@ def digest(path: Path) -> str:
         return hashlib.blake2b(content + file.read() + str(size).encode(), digest_size=16).hexdigest()
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
     """Write a file so that it is complete or absent, even if the machine stops in the middle or the disk is full."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            file.write(content.encode()) if isinstance(content, str) else content(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

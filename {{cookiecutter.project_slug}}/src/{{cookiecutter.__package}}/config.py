@@ -109,7 +109,7 @@ class DistributedConfig:
 
     device: Literal["auto", "cpu"] = "auto"
     """auto: an accelerator for each rank if the machine has any, else the CPU."""
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication backend; auto is PyTorch's default for the device: NCCL on NVIDIA GPUs, gloo on CPUs."""
     init_method: str = "env://"
     """Rendezvous of the ranks: env:// (the launcher's variables), tcp://HOST:PORT or file:///PATH."""
@@ -159,8 +159,6 @@ class Config:
         batch, dp_size = self.data.global_batch_size, self.parallel.dp_size(world_size)
         unit = dp_size * self.train.microbatches
         if trains and batch % unit:
-            fits = sorted({max(1, batch // unit) * unit, -(-batch // unit) * unit})
-            raise UserError(
-                f"data.global_batch_size is {batch}, which does not divide into {dp_size} local batch(es) of "
-                f"{self.train.microbatches} micro-batch(es); {' or '.join(map(str, fits))} would"
-            )
+            fits = " or ".join(map(str, sorted({max(1, batch // unit) * unit, -(-batch // unit) * unit})))
+            parts = f"{dp_size} local batch(es) of {self.train.microbatches} micro-batch(es)"
+            raise UserError(f"data.global_batch_size is {batch}, which does not divide into {parts}; {fits} would")

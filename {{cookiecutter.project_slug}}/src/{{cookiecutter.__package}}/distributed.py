@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import pickle
 import random
 import re
 import signal
@@ -10,11 +11,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
-from threading import Thread
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,35 +24,37 @@ import torch.distributed as dist
 
 from .config import Config, UserError
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+CPU, STOP_SIGNALS = torch.device("cpu"), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CHECK_SECONDS = 1.0  # Time between two checks for stop signals, while no record is due.
-REPORT_SECONDS = 3.0  # How long a rank that failed looks for the reports of others.
-MAIN_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.
+REPORT_SECONDS = 3.0  # How long ranks that waited in vain are counted, to find those that are silent.
+FILE_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Process:
     """This process of the run, its device, and what it reaches the other ranks by."""
 
+    store: Any  # What rank 0 has read or written, stop signals, and why the run failed.
     rank: int  # 0 prints, and writes files.
     world_size: int
-    device: torch.device
-    cpu_group: Any  # All ranks, for messages that do not wait for the device.
-    main_group: Any  # All ranks, while they wait until rank 0 has read or written a file.
-    store: dist.Store  # What ended each rank that failed, by rank.
+    device: torch.device = CPU
+    cpu_group: Any = None  # All ranks, for messages that do not wait for the device.
+    timeout: timedelta | None = None  # Of messages that may wait for the device.
+    calls: int = 0
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        """Run ``action`` on rank 0 and return its result on every rank; its error is a UserError on every rank."""
-        outcome: list[Any] = [None, None]
+        """Read or write files on rank 0; every rank gets what ``action`` returns, or its error as a UserError."""
+        self.calls += 1
         if self.rank == 0:
             try:
-                outcome[0] = action()
+                outcome = action()
             except (UserError, OSError) as error:
-                outcome[1] = str(error)
-        dist.broadcast_object_list(outcome, src=0, group=self.main_group)
-        if outcome[1] is not None:
-            raise UserError(outcome[1])
-        return outcome[0]
+                outcome = UserError(str(error))
+            self.store.set(f"main{self.calls}", pickle.dumps(outcome))
+        self.store.wait([f"main{self.calls}"], FILE_TIMEOUT)
+        if isinstance(outcome := pickle.loads(self.store.get(f"main{self.calls}")), UserError):
+            raise outcome
+        return outcome
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
@@ -60,42 +63,58 @@ class Process:
         return values
 
 
-def setup(config: Config) -> Process:
-    """Choose the device, and join the process group with the launcher's variables, or alone if there are none."""
+def rendezvous(config: Config) -> Process:
+    """Find the other ranks by the launcher's variables, or be alone if there are none."""
     if sys.platform == "linux" and "LOCAL_RANK" in os.environ:
         # End with the launcher, even if that is killed: a rank that remains would keep its GPU and its files.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.environ.get("LAUNCHER_PID") not in (None, str(os.getppid())):
             exit_now(1)  # It was killed before.
-    settings = config.distributed
-    count = getattr(config.parallel, "devices", 1)  # Several under model parallelism.
-    device = choose_device(settings.device, settings.backend, count)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device)  # Otherwise every rank opens a context on the first device.
-    # Deterministic algorithms, where there are any, in full fp32; otherwise TF32 and whatever is fastest.
+    if "RANK" not in os.environ:
+        return Process(dist.HashStore(), 0, 1)
+    method, timeout = config.distributed.init_method, timedelta(seconds=config.distributed.timeout_seconds)
+    if method != "env://":
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # Rank 0 opens the store, not torchrun.
+    numbers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, rank, world_size = next(dist.rendezvous(method, *numbers, timeout=timeout))
+    return Process(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank, world_size)
+
+
+def setup(config: Config, process: Process) -> None:
+    """Choose device, backend and algorithms, and join the process group."""
+    process.device, backend = choose_device(config)
+    if process.device.type != "cpu":
+        torch.accelerator.set_device_index(process.device)  # Else every rank opens a context on the first device.
+    # Full fp32 and deterministic algorithms, or else TF32 and whatever is fastest.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not config.train.exact
-    torch.use_deterministic_algorithms(config.train.exact, warn_only=True)
+    torch.use_deterministic_algorithms(exact := config.train.exact)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = not exact
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (it has no type)
-    if settings.backend == "mpi" and not dist.is_mpi_available():
-        raise UserError("distributed.backend is mpi, which this build of PyTorch lacks; use gloo or nccl")
-    timeout = timedelta(seconds=settings.timeout_seconds)
-    store, rank, world_size = find_ranks(settings.init_method, timeout)
-    dist.init_process_group(
-        None if settings.backend == "auto" else settings.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if device.type != "cpu" and settings.backend != "gloo" and count == 1 else None,
-    )
-    cpu_group = dist.new_group(backend="gloo", timeout=timeout)
-    main_group = dist.new_group(backend="gloo", timeout=MAIN_TIMEOUT)
-    return Process(rank, world_size, device, cpu_group, main_group, dist.PrefixStore("reports", store))
+    # NCCL ends a process that waits too long; before that, the process has to find out, by gloo, for which rank.
+    timeout, is_gloo = timedelta(seconds=config.distributed.timeout_seconds), backend == "gloo"
+    process.timeout = timeout if is_gloo else 2 * timeout
+    dist.init_process_group(backend, None, process.timeout, process.world_size, process.rank, process.store)
+    process.cpu_group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo", timeout=timeout)
 
 
-def cleanup(stopped: bool = False) -> None:
+def choose_device(config: Config) -> tuple[torch.device, str]:
+    """Return this rank's first accelerator, or the CPU if there is none or it was asked for, and the backend."""
+    settings, device = config.distributed, CPU
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if settings.device != "cpu" and accelerator and (accelerator.type != "mps" or "RANK" not in os.environ):
+        each = getattr(config.parallel, "devices", 1)  # Several under model parallelism.
+        first, available = int(os.environ.get("LOCAL_RANK", "0")) * each, torch.accelerator.device_count()
+        if settings.backend == "gloo" and not config.parallel.gloo_on_accelerators:
+            raise UserError("gloo cannot send an accelerator's tensors; add --distributed.device cpu")
+        if settings.backend != "gloo" and first + each > available:
+            raise UserError(f"{available} device(s) are too few; lower NPROC, or add --distributed.device cpu")
+        device = torch.device(accelerator.type, first % available)
+    return device, dist.get_default_backend_for_device(device) if settings.backend == "auto" else settings.backend
+
+
+def cleanup(process: Process, stopped: bool = False) -> None:
     """Leave the process group, and end the process with exit code 0, or 143 if a signal stopped its work."""
+    dist.barrier(group=process.cpu_group)  # Rank 0 may hold the store, which others still read.
     dist.destroy_process_group()
     gc.collect()  # Ends loader processes.
     exit_now(128 + signal.SIGTERM if stopped else 0)
@@ -106,28 +125,6 @@ def exit_now(code: int) -> NoReturn:
     with suppress(OSError):  # Nobody may read them any more.
         sys.stdout.flush()
     os._exit(code)
-
-
-def find_ranks(init_method: str, timeout: timedelta) -> tuple[Any, int, int]:
-    """Return a store that all ranks reach, the rank of this process, and the number of ranks."""
-    if "RANK" not in os.environ:
-        return dist.HashStore(), 0, 1
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if init_method != "env://":
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # Rank 0 opens the store, not torchrun.
-    store, rank, world_size = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank, world_size
-
-
-def choose_device(name: str, backend: str, count: int) -> torch.device:
-    """Return the first of this local rank's ``count`` accelerators; the CPU if there is none or it was asked for."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if name == "cpu" or accelerator is None or (accelerator.type == "mps" and "RANK" in os.environ):
-        return torch.device("cpu")
-    first, available = int(os.environ.get("LOCAL_RANK", "0")) * count, torch.accelerator.device_count()
-    if first + count > available and backend != "gloo":
-        raise UserError(f"{available} device(s) are too few: lower NPROC, or share them (--distributed.backend gloo)")
-    return torch.device(accelerator.type, first % available)
 
 
 def derive_seed(*key: int | str) -> int:
@@ -145,25 +142,22 @@ def seed_everything(seed: int, device: torch.device | None = None) -> None:
 
 
 class StopSignal:
-    """Remembers SIGTERM, SIGUSR1 or Ctrl-C; a handler must not call a collective, so ranks agree between steps."""
+    """Reports SIGTERM, SIGUSR1 or Ctrl-C; a handler must not call a collective, so ranks agree between steps."""
 
     def __init__(self, process: Process) -> None:
-        self.process, self.received, self.clock = process, False, time.monotonic()
+        self.process, self.clock = process, time.monotonic()
         self.steps, self.steps_between = 0, 1  # Since the last check, and from one check to the next.
         for number in STOP_SIGNALS:
-            signal.signal(number, self.on_signal)
-
-    def on_signal(self, number: int, frame: object) -> None:
-        """Remember the signal."""
-        self.received = True
+            signal.signal(number, lambda *_: process.store.set("stop", ""))
 
     def agreed(self, must_check: bool) -> bool:
         """Return after a step whether any rank has received a signal; not all steps are checked."""
         self.steps += 1
         if not must_check and self.steps < self.steps_between:
             return False
-        message = torch.tensor([float(self.received), (time.monotonic() - self.clock) / self.steps])
-        dist.all_reduce(message, dist.ReduceOp.MAX, group=self.process.cpu_group)
+        received = self.process.rank == 0 and self.process.store.check(["stop"])
+        message = torch.tensor([float(received), (time.monotonic() - self.clock) / self.steps])
+        dist.broadcast(message, 0, group=self.process.cpu_group)  # A tree: log2(N) messages, one after the other.
         received, seconds_per_step = message.tolist()
         self.steps_between = max(1, int(CHECK_SECONDS / max(seconds_per_step, 1e-6)))
         self.steps, self.clock = 0, time.monotonic()
@@ -171,36 +165,43 @@ class StopSignal:
 
 
 def fail(error: Exception, process: Process) -> NoReturn:
-    """End this process, and print why: which ranks failed or are silent, or an error, unless rank 0 prints the same."""
-    waited = isinstance(error, RuntimeError) and re.search("gloo|NCCL|collective|[Cc]onnection|timeout", str(error))
-    text, does_not_fit = " ".join(f"{type(error).__name__}: {error}".split()), "loading state_dict" in str(error)
-    reports = {process.rank: "" if waited else text}
-    thread = Thread(target=exchange_reports, args=(reports, process), daemon=True)
-    thread.start()
-    thread.join(2 * REPORT_SECONDS)  # The store answers nothing if the link to it is cut.
-    code = 2 if does_not_fit or any(report.startswith("UserError") for report in reports.values()) else 1
-    failed = [f"rank {rank} failed with {report}" for rank, report in sorted(reports.items()) if report]
-    silent = ", ".join(str(rank) for rank in range(process.world_size) if rank not in reports)
-    if waited and (failed or silent):
-        reason = "; ".join(failed) or f"no report from rank(s) {silent}, which died, hang or are late ({text[:200]})"
+    """End this process. The first rank that fails prints why; if all waited, rank 0 prints which ranks are silent."""
+    for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
+    if re.search("loading state_dict|a deterministic implementation", str(error)):
+        error = UserError(str(error).replace("you set", "train.exact sets"))
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    waited = isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|collective|onnection|timeout", text))
+    try:
+        reason, prints = ThreadPoolExecutor(1).submit(find_reason, text, waited, process).result(4 * REPORT_SECONDS)
+    except (RuntimeError, TimeoutError):
+        reason, prints = "no report from rank 0: it died, or the link is cut", os.environ["LOCAL_RANK"] == "0"
+    if prints and waited:
         print(f"error: rank {process.rank} waited in vain: {reason}", file=sys.stderr)
-    elif process.rank and (reports.get(0) == text or (does_not_fit and reports.get(0))):
-        exit_now(code)
-    elif code == 2:
+    elif prints and isinstance(error, UserError):
         print(f"error: {text.removeprefix('UserError: ')[:2000]}", file=sys.stderr)
-    else:
+    elif prints:
         traceback.print_exception(error)
-    exit_now(code)
+    exit_now(2 if "failed with UserError" in reason else 1)
 
 
-def exchange_reports(reports: dict[int, str], process: Process) -> None:
-    """Report what ended this rank, and add other reports, until there is that of rank 0 or of one that failed."""
-    text, deadline = reports[process.rank], time.monotonic() + REPORT_SECONDS
-    with suppress(RuntimeError):  # The store may be gone, with the launcher.
-        process.store.set(str(process.rank), text)
-        while (process.rank or not text) and time.monotonic() < deadline:  # Rank 0 prints its own error at once.
-            others = [rank for rank in range(process.world_size) if process.store.check([str(rank)])]
-            reports |= {rank: process.store.get(str(rank)).decode() for rank in others}
-            if len(reports) == process.world_size or (0 in reports if text else any(reports.values())):
-                break
-            time.sleep(0.1)
+def find_reason(text: str, waited: bool, process: Process) -> tuple[str, bool]:
+    """Return why the run ends, and whether this rank prints it; a rank that waited leaves, so that others notice."""
+    store, me = process.store, str(process.rank)
+    if not waited:
+        time.sleep(0.5 * (process.rank > 0))  # Rank 0 is the one to print what all ranks find.
+        first = store.compare_set("failure", "", own := f"rank {me} failed with {text}").decode()
+        return first, first == own or "failed with" not in first
+    store.set(f"waited{me}", "")
+    # If waits timed out, one rank looks for silent ones; if a connection was closed, the launcher names the rank.
+    searches = "imed out" in text and store.compare_set("searches", "", me).decode() == me
+    silent = {*range(process.world_size)} if searches else set()
+    deadline = time.monotonic() + (REPORT_SECONDS if searches else REPORT_SECONDS + 1 if process.rank == 0 else 0)
+    while time.monotonic() < deadline and not store.check(["failure"]):
+        time.sleep(0.1)
+        silent = {rank for rank in silent if not store.check([f"waited{rank}"])}
+    if silent:
+        found = f"no report from rank(s) {str(sorted(silent))[1:-1]}, which died, hang or are late ({text[:200]})"
+        store.compare_set("failure", "", found)
+    reason = store.get("failure").decode() if store.check(["failure"]) else f"a rank died or left ({text[:200]})"
+    return reason, process.rank == 0 or 0 in silent

@@ -2,24 +2,36 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from .checkpoint import read, read_on_main
+from .checkpoint import read_on_main
 from .config import Config, UserError
 from .dataset import build_datasets
 from .distributed import Process, seed_everything
 from .loader import EvalSampler, build_loader, to_device
-from .parallel import Parallel
+from .parallel import Checkpointer, Parallel
 from .task import Task
 
 
-def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, Any, Any]:
-    """Build the task, the model, the training set and the test set, from the seed."""
+class SkipInit(TorchFunctionMode):
+    """Draws no initial values, which a checkpoint replaces; it has to have other random values too."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else (kwargs or {}).get("tensor")
+        draws = function in (Tensor.normal_, Tensor.uniform_) or getattr(function, "__module__", "") == nn.init.__name__
+        return target if draws and isinstance(target, nn.Parameter) else function(*args, **(kwargs or {}))
+
+
+def build_experiment(config: Config, process: Process, loads: bool) -> tuple[Task, Parallel, Any, Any]:
+    """Build task, datasets and model by the seed; one that ``loads`` has no initial values."""
     seed_everything(config.run.seed)
     train_set, test_set = build_datasets(config)
     lengths = process.all_gather((len(train_set), len(test_set)))
@@ -31,8 +43,11 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
             raise UserError(f"Task.{name} is a parameter, which nothing would train; let the model have it")
         if isinstance(part, nn.Module):  # Such as a teacher, which is not trained.
             part.to(process.device).eval().requires_grad_(False)
+    if config.train.compile:  # Otherwise, the logits would be kept in fp32.
+        setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (a method has another type)
     seed_everything(config.run.seed)  # What was drawn so far does not change the model's initial values.
-    return task, Parallel(task, config, process), train_set, test_set
+    with SkipInit() if loads else nullcontext():
+        return task, Parallel(task, config, process), train_set, test_set
 
 
 class Evaluator:
@@ -41,16 +56,17 @@ class Evaluator:
     def __init__(self, task: Task, parallel: Parallel, test_set: Any, config: Config) -> None:
         self.task, self.parallel, self.length = task, parallel, len(test_set)
         self.sampler = EvalSampler(self.length, parallel.dp_rank, parallel.dp_size)
-        size, device = config.data.eval_batch_size, parallel.device
-        self.loader = build_loader(test_set, self.sampler, size, config.data, device, config.run.seed)
+        size, seed = config.data.eval_batch_size, config.run.seed
+        self.loader = build_loader(test_set, self.sampler, size, config.data, parallel.device, seed)
 
     def __call__(self, process: Process) -> dict[str, Any]:
-        """Return ``num_samples`` and what ``Task.aggregate`` makes of all samples, the same on every rank."""
+        """Return on rank 0 ``num_samples`` and what ``Task.aggregate`` makes of all samples."""
         self.parallel.average_buffers()
         self.parallel.module.eval()
-        parts = process.all_gather(self.measure())
+        parts: list[Any] | None = [None] * process.world_size if process.rank == 0 else None
+        dist.gather_object(self.measure(), parts, group=process.cpu_group)
         self.parallel.module.train()
-        return process.on_main(lambda: {"num_samples": self.length, **self.aggregate(parts)})
+        return {"num_samples": self.length, **self.aggregate(parts)} if parts else {}
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#
@@ -80,11 +96,9 @@ class Evaluator:
     #:: endif ::#
 
     def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Merge the ranks' metrics in the order of the dataset, so that sums over it do not depend on the split."""
+        """Merge the ranks' metrics in the dataset's order: sums over it do not depend on the split."""
         parts = [part for part in parts if len(part["index"])]
-        order = np.argsort(index := np.concatenate([part["index"] for part in parts]))
-        if not np.array_equal(index[order], np.arange(self.length)):
-            raise UserError(f"{len(set(index.tolist()))} of {self.length} samples were evaluated, {len(index)} in all")
+        order = np.argsort(np.concatenate([part["index"] for part in parts]))
         merged = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
         returned, metrics = self.task.aggregate(merged), dict[str, Any]()
         if taken := {"event", "step", "split", "num_samples"} & returned.keys():
@@ -102,11 +116,11 @@ class Evaluator:
 
 def load_experiment(path: str, config: Config, given: set[str], process: Process) -> tuple[Task, Parallel, Any, int]:
     """Return task, model, test set and step of a checkpoint, with its own settings unless they are ``given``."""
-    content, header = read_on_main(lambda: read(Path(path)), process)
-    if "config" not in header:
+    content = read_on_main(lambda: Checkpointer.read(Path(path)), process)
+    if "config" not in content:
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")
     for section, settings in vars(config).items():
-        for name, value in header["config"].get(section, {}).items():
+        for name, value in content["config"].get(section, {}).items():
             decides = section in ("model", "dataset") or name in ("seed", "precision")
             if not decides or not hasattr(settings, name):
                 continue
@@ -116,9 +130,9 @@ def load_experiment(path: str, config: Config, given: set[str], process: Process
             elif process.rank == 0 and getattr(settings, name) != value:
                 print(f"{setting}: {getattr(settings, name)} instead of {value}", file=sys.stderr)
     config.check(process.world_size, trains=False)
-    task, parallel, _, test_set = build_experiment(config, process)
-    parallel.load_full_state_dict(content.get("model", {}))
-    return task, parallel, test_set, header["progress"]["step"]
+    task, parallel, _, test_set = build_experiment(config, process, loads=True)
+    Checkpointer.load(parallel, content)
+    return task, parallel, test_set, content["progress"]["step"]
 
 
 def evaluate(path: str, config: Config, given: set[str], process: Process) -> None:

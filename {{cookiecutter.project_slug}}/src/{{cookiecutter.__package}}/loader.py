@@ -15,8 +15,7 @@ from .config import DataConfig, UserError
 from .dataset import collate_fn
 from .distributed import STOP_SIGNALS, derive_seed, exit_now, seed_everything
 
-# What a sampler yields: (epoch, index). Loader processes hold a copy of the dataset and would not see the epoch change.
-Key = tuple[int, int]
+Key = tuple[int, int]  # (epoch, index), by a sampler: loader processes hold a copy of it, and see no epoch change.
 
 
 class TrainSampler(Sampler[Key]):
@@ -66,10 +65,7 @@ class Seeded(Dataset[Any]):
 
 
 class Loader(DataLoader[Any]):
-    """A ``DataLoader`` whose processes never see a stop signal: they live until their rank has saved, and end with it.
-
-    They are spawned, because a fork of a rank, which has the threads of gloo or NCCL, may deadlock.
-    """
+    """A ``DataLoader`` whose processes see no stop signal, and end with their rank; a fork of it could deadlock."""
 
     def __iter__(self) -> Any:
         if not self.num_workers:

@@ -2,17 +2,20 @@
 
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from .checkpoint import write_atomically
 from .config import Config
@@ -27,16 +30,20 @@ class Logger:
 
     def __init__(self, config: Config, process: Process, step: int, total_steps: int, changes: list[str]) -> None:
         self.is_main, self.total_steps = process.rank == 0, total_steps
+        self.erase = "\r\x1b[K" if self.is_main and sys.stdout.isatty() else ""  # A terminal's last line: the step.
         self.evaluations: dict[int, dict[str, Any]] = {}  # By step.
         if not self.is_main:
             return
         run_dir = Path(config.run.dir)
-        write_text(run_dir / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
+        write_atomically(run_dir / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
         write_provenance(run_dir / "provenance.json", process, step, changes)
         records = drop_records_after(run_dir / "metrics.jsonl", step)
         self.evaluations = {record["step"]: record for record in records if record["event"] == "eval"}
         self.file = open(run_dir / "metrics.jsonl", "a", buffering=1)
         self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
+        if process.device.type != "cpu":
+            how = "full fp32, deterministic algorithms" if config.train.exact else "TF32, the fastest algorithms"
+            self.print(f"{config.train.precision} (train.precision), {how} (train.exact)")
         for change in changes:
             self.print(f"changed: {change}")
         #:: if file("tracker", "tracker.py") ::#
@@ -50,23 +57,25 @@ class Logger:
         self.file.write(json.dumps(record) + "\n")
         step, event = record["step"], record["event"]
         numbers = "  ".join(f"{name} {value:.5g}" for name, value in record.items() if isinstance(value, float))
-        self.print(f"{event:5}  step {step}/{self.total_steps}  {numbers}")
+        seconds = (self.total_steps - step) * record.get("seconds_per_step", 0)
+        left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
+        self.print(f"{event:5}  step {step}/{self.total_steps}  {numbers}{left}")
         if event == "eval":
             self.evaluations[step] = record
         #:: if file("tracker", "tracker.py") ::#
         self.tracker.log(record)
         #:: endif ::#
 
-    def best_step(self, metric: str, higher_is_better: bool) -> int:
-        """Return the step with the best value of a metric, the earliest of equal ones; 0 if there is none."""
-        sign = -1 if higher_is_better else 1
+    def best_steps(self, task: Any) -> list[int]:
+        """Return the steps that were evaluated, from the best ``Task.best_metric`` on, earlier ones first if equal."""
+        metric, sign = task.best_metric, -1 if task.higher_is_better else 1
         values = [(sign * r[metric], step) for step, r in self.evaluations.items() if r.get(metric) is not None]
-        return min(values, default=(0, 0))[1]
+        return [step for _, step in sorted(values)]
 
-    def print(self, text: str) -> None:
+    def print(self, text: str, end: str = "\n") -> None:
         """Print one line."""
         if self.is_main:
-            print(text, flush=True)
+            print(self.erase + text, end=end, flush=True)
     #:: if file("tracker", "tracker.py") ::#
 
     def close(self) -> None:
@@ -81,7 +90,7 @@ def drop_records_after(path: Path, step: int) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     records = [record for record in records if record["step"] <= step]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
 
 
@@ -89,42 +98,34 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
     """Write where this start of the run came from, followed by the same of its earlier starts."""
     last = json.loads(path.read_text()) if path.exists() else {}
     content: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
-    content |= {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain"))}
+    with suppress(OSError, subprocess.SubprocessError):  # Without git or a repository, nothing is known of the code.
+        command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
+        status = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        content |= {"git_commit": status.split()[2], "git_dirty": bool(re.search("^[^#]", status, re.MULTILINE))}
     content |= {"torch": torch.__version__, "host": platform.node(), "device": str(process.device)}
     content |= {"world_size": process.world_size, "step": step, "changes": changes}
     content["earlier"] = [last, *last.pop("earlier")] if last else []
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def git(*arguments: str) -> str | None:
-    """Return what git prints about this project; None without git or a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, complete or not at all."""
-    write_atomically(path, lambda file: file.write(text.encode()))
+def profile_steps(config: Config, process: Process) -> Any:
+    """Return a profiler of five steps, or a context that does nothing."""
+    steps = schedule(skip_first=9, wait=0, warmup=1, active=5, repeat=1)
+    write = tensorboard_trace_handler(config.run.dir, worker_name=f"rank{process.rank}")
+    return profile(schedule=steps, on_trace_ready=write) if config.train.profile else nullcontext()
 
 
 def plot(run_dirs: Sequence[str], output: str) -> None:
     """Draw the numbers in the records of one or several runs into one picture, a panel for each name."""
     from matplotlib.figure import Figure  # Takes a second to import.
 
-    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for run_dir in run_dirs:
-        for record in map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines()):
-            for name, value in record.items():
-                if isinstance(value, float):
-                    runs = curves.setdefault(f"{record['event']}: {name}", {})
-                    runs.setdefault(run_dir, []).append((record["step"], value))
-    figure = Figure(figsize=(8, 2.5 * len(curves)), layout="constrained")
-    for axes, (name, runs) in zip(figure.subplots(len(curves), squeeze=False).flat, curves.items(), strict=True):
-        for run_dir, points in runs.items():
-            axes.plot(*zip(*points, strict=True), label=run_dir)
-        axes.set(xlabel="step", ylabel=name)
+    logs = {run: [*map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines())] for run in run_dirs}
+    names = sorted({(r["event"], n) for log in logs.values() for r in log for n, v in r.items() if type(v) is float})
+    figure = Figure(figsize=(8, 2.5 * len(names)), layout="constrained")
+    for axes, (event, name) in zip(figure.subplots(len(names), squeeze=False).flat, names, strict=True):
+        for run, log in logs.items():
+            points = [(r["step"], r[name]) for r in log if r["event"] == event and name in r]
+            axes.plot(*zip(*points, strict=True), label=run)
+        axes.set(xlabel="step", ylabel=f"{event}: {name}")
         axes.legend()
     figure.savefig(output)

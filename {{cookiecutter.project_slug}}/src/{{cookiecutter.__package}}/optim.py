@@ -17,18 +17,13 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     for parameter in module.parameters():
         if parameter.requires_grad:
             members[parameter.dim() > 1, type(parameter)].append(parameter)
-    groups = [
-        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
-        for (decays, _), parameters in members.items()
-    ] or [{"params": []}]  # All may be frozen.
+    groups = [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in members.items()]
+    groups = groups or [{"params": []}]  # All may be frozen.
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Return the learning rate of a step, counted from 0: a linear warm-up, then half a cosine.
-
-    It is a function of the step and the settings, so it has no state, and a changed setting acts after a resume.
-    """
+    """Return the learning rate of a step, counted from 0: a linear warm-up, then half a cosine. It has no state."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
