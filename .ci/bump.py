@@ -13,7 +13,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, distribution, distributions, packages_distributions, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -42,6 +42,23 @@ def main() -> None:
         path.write_text(text)
         if moved := [*(f"-{word}" for word in before - after), *(f"+{word}" for word in after - before)]:
             print(f"{path.relative_to(TEMPLATE)}:", *sorted(moved, key=lambda word: word[1:]), sep="\n    ")
+    print(*not_taken(), sep="\n")
+
+
+def not_taken() -> Iterator[str]:
+    """Yield the newer versions that pip did not take, each with the requirements that exclude it."""
+    words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "list", "--outdated", "--format=json"]
+    for each in json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout):
+        own = [("this template", text) for requirements in needs().values() for text in requirements]
+        others = [(f"{d.name} {d.version}", text) for d in distributions() for text in d.requires or []]
+        limits = {
+            f"{who} requires {need.name}{need.specifier}"
+            for who, need in ((who, Requirement(text)) for who, text in own + others)
+            if canonicalize_name(need.name) == canonicalize_name(each["name"]) and applies(need, frozenset())
+            if not need.specifier.contains(each["latest_version"])
+        }
+        reason = "; ".join(sorted(limits)) or "nothing installed says why"
+        yield f"{each['name']} stays at {each['version']}, not {each['latest_version']}: {reason}"
 
 
 def contents() -> dict[Path, str]:

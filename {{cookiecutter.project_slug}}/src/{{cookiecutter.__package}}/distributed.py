@@ -170,14 +170,14 @@ def fail(error: Exception, process: Process) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     if re.search("loading state_dict|a deterministic implementation", str(error)):
         error = UserError(str(error).replace("you set", "train.exact sets"))
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text, me = " ".join(f"{type(error).__name__}: {error}".split()), process.rank
     waited = isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|collective|onnection|timeout", text))
     try:
         reason, prints = ThreadPoolExecutor(1).submit(find_reason, text, waited, process).result(4 * REPORT_SECONDS)
     except (RuntimeError, TimeoutError):
-        reason, prints = "no report from rank 0: it died, or the link is cut", os.environ["LOCAL_RANK"] == "0"
+        reason, prints = "no report from rank 0: it died, or the link is cut", me % -(-process.world_size // 8) == 0
     if prints and waited:
-        print(f"error: rank {process.rank} waited in vain: {reason}", file=sys.stderr)
+        print(f"error: rank {me} waited in vain: {reason}", file=sys.stderr)
     elif prints and isinstance(error, UserError):
         print(f"error: {text.removeprefix('UserError: ')[:2000]}", file=sys.stderr)
     elif prints:
