@@ -67,12 +67,13 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def render(folder: Path, **answers: Any) -> Path:
-    """Render a project, with hooks, into a folder; rejects unknown questions and values, which cookiecutter ignores."""
+def render(folder: Path, hooks: bool = True, **answers: Any) -> Path:
+    """Render a project into a folder, by default with hooks; rejects unknown questions and values, which cookiecutter ignores."""
     for name, value in answers.items():
         assert name in QUESTIONS, f"no question {name}"
         assert name not in CHOICES or value in CHOICES[name], f"{name} does not offer {value}"
-    return Path(cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(folder)))
+    options: dict[str, Any] = {"extra_context": answers, "output_dir": str(folder), "accept_hooks": hooks}
+    return Path(cookiecutter(str(TEMPLATE), no_input=True, **options))
 
 
 def copy_template(folder: Path) -> Path:

@@ -39,8 +39,10 @@ ProctrackType=proctrack/linuxproc
 SchedulerParameters=sched_interval=2
 FirstJobId={first_job}
 SlurmdParameters=config_overrides
-NodeName=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=32
-NodeName=127.0.0.2 NodeHostname={host} Port={ports[2]} CPUs=32
+SelectType=select/cons_tres
+GresTypes=gpu
+NodeName=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=32 Gres=gpu:2
+NodeName=127.0.0.2 NodeHostname={host} Port={ports[2]} CPUs=32 Gres=gpu:2
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE
 """
 
@@ -79,6 +81,8 @@ def write_files(folder: Path) -> dict[str, str]:
     settings = {"folder": folder, "ports": free_ports(3), "first_job": os.getpid()}
     host = socket.gethostname().split(".")[0]
     (folder / "slurm.conf").write_text(CONFIG.format(user=getpass.getuser(), host=host, **settings))
+    # Slurm asks of a GPU only that it is a device.
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     # Do without control groups, which a container may lack; Slurm has a setting for that since 23.02.
     version = subprocess.check_output(["slurmctld", "-V"], env=os.environ | {"PATH": PATH}, text=True)
     old = [int(part) for part in re.findall(r"\d+", version)] < [23, 2]

@@ -76,6 +76,20 @@ def test_srun_starts_ranks_on_two_nodes(slurm: Slurm, project: Path, whole: Path
     assert read_losses(project / "runs" / "srun") == read_losses(whole)[:12]
 
 
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [("--gpus-per-task=1", ["0 0 0", "1 0 1"]), ("--gpus-per-node=2", ["0 0 0,1", "1 1 0,1"])],
+)
+def test_a_rank_takes_the_device_that_slurm_gives_it(
+    slurm: Slurm, project: Path, tmp_path: Path, option: str, wanted: list[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES"\n')
+    python.chmod(0o755)
+    words = ("srun", "--nodes=1", "--ntasks=2", option, "scripts/rank.sh", "train")
+    assert sorted(slurm.command(*words, cwd=project, PYTHON=str(python)).splitlines()) == wanted
+
+
 @pytest.mark.parametrize("launcher", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpirun.mpich"])
 def test_ranks_under_mpirun_have_the_losses_of_one_process(baked: Bake, tmp_path: Path, launcher: str) -> None:
     project = baked(cluster="slurm")

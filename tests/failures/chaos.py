@@ -51,7 +51,8 @@ def result(run: Path) -> tuple[Any, Any]:
     newest = sorted((run / "checkpoints").glob("*.pt"))[-1]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for record in records:
-        record.pop("samples_per_second", None)
+        for name in ("samples_per_second", "seconds_per_step", "data_share"):
+            record.pop(name, None)
     return torch.load(newest, weights_only=True)["model"], records
 
 

@@ -11,9 +11,8 @@ elif [[ -n "${MPI_LOCALRANKID:-}" ]]; then # MPICH, Intel MPI
 else
     export RANK="${SLURM_PROCID:?use srun or mpirun}" WORLD_SIZE="$SLURM_STEP_NUM_TASKS" LOCAL_RANK="$SLURM_LOCALID"
     read -r HEAD <<<"${HEAD:-$(scontrol show hostnames "$SLURM_STEP_NODELIST")}"
-    # With --gpus-per-task, a rank may see no devices but its own.
-    own="${SLURM_GPUS_PER_TASK:-0}" seen="${CUDA_VISIBLE_DEVICES:-}"
-    [[ "$(wc -w <<<"${seen//,/ }")" != "${own##*:}" || -z "$seen" ]] || LOCAL_RANK=0
+    visible=$(wc -w <<<"${CUDA_VISIBLE_DEVICES+${CUDA_VISIBLE_DEVICES//,/ }}") # With --gpus-per-task, only its own.
+    ((visible >= ${SLURM_GPUS_ON_NODE:-0})) || LOCAL_RANK=0
 fi
 [[ -n "${HEAD:-}" || "$RANK" == "$LOCAL_RANK" ]] || { echo "error: give HEAD, the host of rank 0" >&2 && exit 2; }
 [[ -n "${HEAD:-}" && -z "${SLURM_PROCID:-}" ]] || PORT="${PORT:-$((20000 + ${SLURM_JOB_ID:-$PPID} % 12000))}"

@@ -73,9 +73,9 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of forward and backward; weights stay in fp32, and fp16 scales the loss."""
     exact: bool = True
-    """On GPUs: full fp32 instead of TF32, and deterministic algorithms where there are any. Turn it off for speed."""
+    """Deterministic algorithms alone, and on GPUs full fp32 instead of TF32. Turn it off for speed."""
     compile: bool = False
-    """Compile each block of the model with torch.compile."""
+    """Compile each block of the model, and the losses, with torch.compile."""
     activation_checkpointing: bool = False
     """Keep only the input of each block for backward and recompute the rest: less memory, a third more computation."""
     allow_unused: bool = False

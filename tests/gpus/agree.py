@@ -1,0 +1,168 @@
+"""What every strategy gives on this machine's accelerators, as a table; ends with 1 if a cell is wrong.
+
+`make test-gpu` runs it with the PyTorch that is there; DEVICE=cpu tries it on a CPU. The plain loop is the oracle of
+tests/numerics, in float64 on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[folder]) for folder in (1, 2)] + [
+    str(Path(__file__).parents[1] / "numerics")
+]
+
+from conftest import CHOICES, edit, find_processes, launch, read_records, render, started, wait_until  # noqa: E402
+from test_parity import TASKS, arguments, expected, refused  # noqa: E402
+
+DEVICE = os.environ.get("DEVICE", "auto")
+COUNT = torch.accelerator.device_count() if DEVICE == "auto" else 2
+RANKS = 4 if COUNT >= 4 else min(COUNT, 2)
+AT_ONCE = max(1, min(6, (os.cpu_count() or 1) // 2))  # Runs at a time; they share the devices.
+# How each cell of a row changes the run, and how far its losses may be from the plain loop's, relative to them.
+VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
+    "fp32": ({}, 1e-5),
+    "compiled": ({"train.compile": True}, 1e-5),
+    "recomputed": ({"train.activation_checkpointing": True}, 1e-5),
+    "bf16": ({"train.precision": "bf16"}, 2e-2),
+    "fp16": ({"train.precision": "fp16"}, 2e-2),
+}
+REFUSED = {("data_parallel", "compiled"), ("pipeline", "fp16"), ("tensor", "fp16")}
+# Settings that save often enough to be slow, so that a run can be ended in the middle.
+LONG = "--data.global_batch_size 8 --train.max_steps 60 --train.epochs 9 --train.log_every 1 --checkpoint.every_steps 3"
+SCRATCH = Path(mkdtemp(prefix="agree"))
+
+
+def layout(parallelism: str) -> tuple[int, list[str]]:
+    """Return how many ranks of a strategy use this machine's devices, and its settings."""
+    if parallelism == "model_parallel":  # On one device, that holds both parts.
+        return max(1, RANKS // 2), ["--parallel.devices", str(min(2, COUNT))]
+    return (1 if parallelism == "data_parallel" else RANKS), []
+
+
+def compare(project: Path, task: str, nproc: int, words: list[str], variant: str) -> str:
+    """Train as the plain loop does; return the largest relative difference of a loss, crossed if it is too large."""
+    changes, limit = VARIANTS[variant]
+    folder = project / f"{variant}-{task}-{nproc}"
+    words = ["train", *arguments(task, **changes, **{"distributed.device": DEVICE}), *words, "--run.dir", str(folder)]
+    try:
+        launch(project, *words, nproc=nproc)
+    except AssertionError as error:
+        last = [line for line in str(error).splitlines() if line.startswith("error: ")][-1:] or str(error).splitlines()[
+            -1:
+        ]
+        return f"✗ {last[0]}"
+    ours, theirs = read_records(folder, "train"), expected(project, task).records
+    differences = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(ours, theirs, strict=True)]
+    return f"{'' if max(differences) <= limit else '✗ '}{max(differences):.1e}"
+
+
+def interrupt(project: Path, nproc: int, words: list[str]) -> str:
+    """End a run by SIGKILL, then by SIGTERM; return whether it ends with the weights of one that was left alone."""
+    folders = [project / "whole", project / "parts"]
+    commands = [["train", *LONG.split(), "--distributed.device", DEVICE, *words, "--run.dir", str(f)] for f in folders]
+    launch(project, *commands[0], nproc=nproc)
+    script = project / "scripts" / "launch.sh"
+    for step, number in ((7, SIGKILL), (20, SIGTERM)):
+        with started(script, *commands[1], cwd=project, NPROC=str(nproc), MARK=str(project)) as launcher:
+            wait_until(partial(has_reached, folders[1], step), f"step {step}", 240)
+            launcher.send_signal(number)
+            launcher.communicate(timeout=120)
+        if launcher.returncode != (-SIGKILL if number == SIGKILL else 128 + SIGTERM):
+            return f"✗ exit code {launcher.returncode} after {number.name}"
+        wait_until(lambda: not find_processes(f"MARK={project}"), "all ranks have ended", 60)
+    launch(project, *commands[1], nproc=nproc)
+    whole, parts = (torch.load(sorted((f / "checkpoints").glob("*.pt"))[-1], weights_only=True) for f in folders)
+    different = [name for name, value in whole["model"].items() if not torch.equal(value, parts["model"][name])]
+    return f"✗ {len(different)} tensors differ" if different else "bitwise"
+
+
+def has_reached(folder: Path, step: int) -> bool:
+    """Return whether a run has logged a step."""
+    return any(record["step"] >= step for record in read_records(folder, "train"))
+
+
+def evaluate(project: Path, nproc: int, words: list[str]) -> str:
+    """Return by how much the metrics of the last checkpoint differ between these devices and the CPU."""
+    newest = sorted((project / "whole" / "checkpoints").glob("*.pt"))[-1]
+    losses = []
+    for device in (DEVICE, "cpu"):
+        command = ["evaluate", "--checkpoint", str(newest), "--distributed.device", device, *words]
+        losses.append(json.loads(launch(project, *command, nproc=nproc).stdout.splitlines()[-1])["loss"])
+    difference = abs(losses[0] / losses[1] - 1)
+    return f"{'' if difference <= 1e-5 else '✗ '}{difference:.1e}"
+
+
+def hang(project: Path) -> str:
+    """Return whether a rank that hangs is named, and in how many lines."""
+    edit(project, {("train.py", "        self.optimizer.zero_grad()\n"): HANGS})
+    words = ["train", *LONG.split(), "--distributed.device", DEVICE, "--distributed.timeout_seconds", "10"]
+    with started(project / "scripts" / "launch.sh", *words, cwd=project, NPROC=str(RANKS)) as launcher:
+        lines = [line for line in launcher.communicate(timeout=200)[1].splitlines() if line.startswith("error: ")]
+    named = [line for line in lines if "no report from rank(s) 1" in line]
+    return f"named in {len(lines)} lines" if named and launcher.returncode == 1 else f"✗ {lines}"
+
+
+HANGS = """        self.optimizer.zero_grad()
+        if self.steps == 5 and self.process.rank == 1:
+            time.sleep(10000)
+"""
+
+
+def main() -> None:
+    start, rows = time.time(), dict[str, dict[str, Any]]()
+    name = torch.cuda.get_device_name() if DEVICE == "auto" and torch.cuda.is_available() else DEVICE
+    print(f"{COUNT} x {name}, PyTorch {torch.__version__}, Python {platform.python_version()}\n", flush=True)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for task in TASKS:
+            for parallelism in CHOICES["parallelism"]:
+                if parallelism in refused(task):
+                    continue
+                nproc, words = layout(parallelism)
+                project = render(SCRATCH / task / parallelism, hooks=False, parallelism=parallelism, task=task)
+                expected(project, task)  # Once, before threads ask for it.
+                row = rows[f"{parallelism}, {task}, {nproc} rank(s)"] = {}
+                for variant in VARIANTS:
+                    if (parallelism, variant) not in REFUSED:
+                        row[variant] = pool.submit(compare, project, task, nproc, words, variant)
+                if task == "language" and parallelism != "data_parallel":
+                    row["resumed"] = pool.submit(interrupt, project, nproc, words)
+                if parallelism == "ddp" and COUNT == 1:  # Which share the device.
+                    shared = rows[f"ddp, {task}, 2 ranks on one device (gloo)"] = {}
+                    shared["fp32"] = pool.submit(compare, project, task, 2, ["--distributed.backend", "gloo"], "fp32")
+        if RANKS > 1:
+            for parallelism in ("ddp", "fsdp"):
+                project = render(SCRATCH / "hang" / parallelism, hooks=False, parallelism=parallelism)
+                rows[f"{parallelism}, a rank hangs"] = {"resumed": pool.submit(hang, project)}
+        done = {row: {column: cell.result() for column, cell in cells.items()} for row, cells in rows.items()}
+        for row, cells in done.items():
+            if cells.get("resumed") == "bitwise":
+                parallelism = row.split(",")[0]
+                cells["evaluated"] = evaluate(
+                    SCRATCH / "language" / parallelism / "my-experiment", *layout(parallelism)
+                )
+    columns = [*VARIANTS, "resumed", "evaluated"]
+    print("|", *(f" | {column}" for column in columns), "|\n|" + " --- |" * (len(columns) + 1), sep="")
+    for row, cells in done.items():
+        print(f"| {row} |", *(f"{cells.get(column, '')} |" for column in columns))
+    wrong = [cell for cells in done.values() for cell in cells.values() if cell.startswith("✗")]
+    print(f"\n{len(wrong)} cell(s) are wrong; {time.time() - start:.0f} s")
+    shutil.rmtree(SCRATCH)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
