@@ -5,6 +5,7 @@ TORCH ?=
 # Where `make demo` renders the project.
 DEMO ?= demo
 BIN := $(CURDIR)/.venv/bin
+GPU_NEEDS := cookiecutter 'jsonargparse[signatures]' matplotlib numpy pytest pytest-xdist pyyaml safetensors
 PYTEST := $(BIN)/pytest -n auto --durations=10
 
 # `make demo task=language tracker=tensorboard` passes on the answers given on make's command line.
@@ -18,7 +19,7 @@ help:
 	@echo "make test         check every rendered file; compare every strategy with a plain loop: five minutes"
 	@echo "make test-long    the other tests: failures, clusters, the rendered projects' own tests"
 	@echo "make test-weekly  what is left of these"
-	@echo "make test-gpu     compare with the plain loop on this machine's GPUs"
+	@echo "make test-gpu     compare with plain loops on this machine's GPUs, in results and in speed"
 	@echo "make lint         run the pre-commit checks"
 	@echo "make sizes        print the sizes of what is rendered, and their caps"
 	@echo "make diffs        write docs/diffs, between the default project and other strategies"
@@ -39,8 +40,14 @@ test-long: .venv/installed
 test-weekly: .venv/installed
 	$(PYTEST) -m weekly
 
-test-gpu: .venv/installed
-	DEVICE=auto $(BIN)/pytest -ra tests/numerics/test_parity.py -k matches
+# With the PyTorch of PYTHON, which a path file makes importable.
+test-gpu:
+	@$(PYTHON) -c 'import torch' || { echo "error: $(PYTHON) has no PyTorch; try make test-gpu PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv .venv-gpu
+	@$(PYTHON) -c 'import sys; print(*(path for path in sys.path if "-packages" in path), sep="\n")' \
+		>"$$(echo .venv-gpu/lib/python*/site-packages)/gpu.pth"
+	.venv-gpu/bin/pip install --quiet --disable-pip-version-check $(GPU_NEEDS)
+	@.venv-gpu/bin/python tests/gpus/agree.py && code=0 || code=1; .venv-gpu/bin/python tests/gpus/speed.py && exit $$code
 
 lint: .venv/installed
 	$(BIN)/pre-commit run --all-files

@@ -68,7 +68,7 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def render(folder: Path, hooks: bool = True, **answers: Any) -> Path:
-    """Render a project into a folder, by default with hooks; rejects unknown questions and values, which cookiecutter ignores."""
+    """Render a project into a folder; rejects unknown questions and values, which cookiecutter ignores."""
     for name, value in answers.items():
         assert name in QUESTIONS, f"no question {name}"
         assert name not in CHOICES or value in CHOICES[name], f"{name} does not offer {value}"

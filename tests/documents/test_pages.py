@@ -12,7 +12,7 @@ from conftest import BIN, CHOICES, TEMPLATE, Bake, launch, run
 
 ROWS = re.findall(r"^\| .* \| (.*) \|$", (TEMPLATE / "docs" / "coming-from.md").read_text(), re.MULTILINE)
 # Programs and names of PyTorch, and the beginnings of commands.
-OTHERS = {"cruft update", "state_dict", "all_gather_object", "--config FILE", "checkpoints/step-*.pt"}
+OTHERS = {"cruft update", "state_dict", "gather_object", "--config FILE", "checkpoints/step-*.pt"}
 NAMES = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row)} - OTHERS)
 COSTS = (TEMPLATE / "docs" / "costs.md").read_text()
 MEMORY = re.findall(r"^\| (\w+), (\d) ranks? \| (.*) \|$", COSTS, re.MULTILINE)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Bake, edit, find_processes, launch, read_losses, read_records, run, started, wait_until
+from ranks import FAULTS, measure
 
 pytestmark = pytest.mark.long
 
@@ -40,6 +41,13 @@ METRICS, ACCURACY = ("task.py", 'return {"loss": losses,'), ("task.py", '       
 def add(line: tuple[str, str], text: str) -> Changes:
     """Return an edit that adds something after a line."""
     return {line: line[1] + text}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_of_many_ranks_is_short(bake: Bake, fault: str) -> None:
+    lines, total, most = measure(bake(), 8, fault)
+    assert 0 < lines <= 10 + (fault == "error") * 25  # A traceback.
+    assert 0 < total["requests"] <= 40 * 8 and most["descriptors"] < 64 + 8
 
 
 def refuse(project: Path, *words: str) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 import torch
 from conftest import (
@@ -16,6 +20,7 @@ from conftest import (
     launch_on_full_disk,
     read_losses,
     read_records,
+    run_python,
     started,
     wait_until,
 )
@@ -50,6 +55,28 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
     best = max(accuracy, key=lambda step: (accuracy[step], -step))
     assert len(set(accuracy.values())) > 2
     assert names(project) == [f"step-{step:08d}.pt" for step in sorted({best, STEPS})]
+
+
+def test_a_record_has_seconds_and_a_terminal_shows_the_step(bake: Bake) -> None:
+    project = bake()
+    words = [*SMALL, "--train.log_every", "4", "--run.dir", "run"]
+    command = shlex.join([str(project / "scripts" / "launch.sh"), *words])
+    out = pexpect.run(command, cwd=str(project), env=os.environ | {"NPROC": "2"}, timeout=120, encoding="utf-8")
+    assert "\r\x1b[Kstep 3/8\r\x1b[Kstep 4/8\r\x1b[Ktrain  step 4/8  loss " in out, out
+    assert re.search(r"step 4/8 .* 0:00:\d\d left\r\n", out) and "\x1b" not in launch(project, *words).stdout
+    for record in read_records(project / "run", "train"):
+        assert 0 < record["seconds_per_step"] < 10 and 0 < record["data_share"] < 1
+
+
+@pytest.mark.parametrize("task", ["digits", "language"])
+def test_a_model_that_is_loaded_draws_no_initial_values(bake: Bake, task: str) -> None:
+    script = (
+        "import torch\nfrom my_experiment.config import ModelConfig\nfrom my_experiment.evaluate import SkipInit\n"
+        "from my_experiment.model import build_model\nbefore = torch.get_rng_state()\nwith SkipInit():\n"
+        "    build_model(ModelConfig())\nprint(torch.equal(before, torch.get_rng_state()))\n"
+        "build_model(ModelConfig())\nprint(torch.equal(before, torch.get_rng_state()))\n"
+    )
+    assert run_python(bake(task=task), script).split() == ["True", "False"]
 
 
 def test_a_folder_belongs_to_one_run(bake: Bake) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from conftest import CHOICES, Bake, launch, launch_and_kill, read_records
 
 import check_answers
 
-DEVICE = os.environ.get("DEVICE", "cpu")  # `make test-gpu` sets auto, which takes GPUs.
 TOLERANCE = 1e-5  # How much a split may change a result, relative to it: what different rounding does, and some more.
 STEPS = 20  # In two epochs, during which each rule of the oracle acts.
 COMMON = {
@@ -34,7 +32,7 @@ COMMON = {
     "train.log_every": 1,
     "train.eval_every": 10,
     "checkpoint.every_steps": 3,
-    "distributed.device": DEVICE,
+    "distributed.device": "cpu",
 }
 TASKS = {
     "digits": {
@@ -105,17 +103,10 @@ def expected(project: Path, task: str) -> oracle.Result:
     return ORACLES[task]
 
 
-def skip_without(count: int) -> None:
-    """Skip a test for which this machine has too few devices; the CPU counts as any number."""
-    if DEVICE != "cpu" and torch.cuda.device_count() < count:
-        pytest.skip(f"takes {count} GPUs, and there are {torch.cuda.device_count()}")
-
-
 @pytest.mark.parametrize(("parallelism", "task", "nproc"), CASES)
 def test_a_killed_and_resumed_run_matches_a_plain_loop(
     bake: Bake, tmp_path: Path, parallelism: str, task: str, nproc: int
 ) -> None:
-    skip_without(nproc * (2 if parallelism == "model_parallel" else 1))
     project, folder, step = bake(parallelism=parallelism, task=task), tmp_path / "run", random.randrange(4, STEPS - 5)
     print(f"killed after step {step}")
     words = ["train", *arguments(task), "--run.dir", folder]
@@ -131,7 +122,6 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp", *(pytest.param(n, marks=pytest.mark.weekly) for n in COMPILED)])
 @pytest.mark.parametrize("task", TASKS)
 def test_a_compiled_run_matches_a_plain_loop(bake: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
-    skip_without(2)
     project = bake(parallelism=parallelism, task=task)
     words = arguments(task, **{"train.compile": "true"})
     launch(project, "train", *words, "--run.dir", tmp_path / "run")
@@ -140,7 +130,6 @@ def test_a_compiled_run_matches_a_plain_loop(bake: Bake, tmp_path: Path, paralle
 
 @pytest.mark.parametrize("task", ["digits", pytest.param("language", marks=pytest.mark.weekly)])
 def test_a_run_that_changes_its_strategy_matches_a_plain_loop(bake: Bake, tmp_path: Path, task: str) -> None:
-    skip_without(2)
     folder = tmp_path / "run"
     strategies = [each for each in ("ddp", "fsdp", "pipeline", "tensor", "ddp") if each not in refused(task)]
     for number, parallelism in enumerate(strategies, start=1):

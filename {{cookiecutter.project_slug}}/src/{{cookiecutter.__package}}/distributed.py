@@ -194,7 +194,7 @@ def find_reason(text: str, waited: bool, process: Process) -> tuple[str, bool]:
         return first, first == own or "failed with" not in first
     store.set(f"waited{me}", "")
     # If waits timed out, one rank looks for silent ones; if a connection was closed, the launcher names the rank.
-    searches = "imed out" in text and store.compare_set("searches", "", me).decode() == me
+    searches = bool(re.search("imed? ?out", text)) and store.compare_set("searches", "", me).decode() == me
     silent = {*range(process.world_size)} if searches else set()
     deadline = time.monotonic() + (REPORT_SECONDS if searches else REPORT_SECONDS + 1 if process.rank == 0 else 0)
     while time.monotonic() < deadline and not store.check(["failure"]):
