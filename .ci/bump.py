@@ -57,7 +57,7 @@ def not_taken() -> Iterator[str]:
             if canonicalize_name(need.name) == canonicalize_name(each["name"]) and applies(need, frozenset())
             if not need.specifier.contains(each["latest_version"])
         }
-        reason = "; ".join(sorted(limits)) or "nothing installed says why"
+        reason = "; ".join(sorted(limits)) or "`pip install --dry-run` of it says why"
         yield f"{each['name']} stays at {each['version']}, not {each['latest_version']}: {reason}"
 
 
