@@ -8,11 +8,11 @@ import json
 import os
 import shutil
 import sys
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dsd
@@ -29,10 +29,8 @@ class Checkpointer(checkpoint.Checkpointer):
     def __init__(self, config: Config, process: Process) -> None:
         super().__init__(config, process)
         if config.checkpoint.format == "sharded":  # The messages of its threads never mix with those of training.
-            timeout = timedelta(seconds=config.distributed.timeout_seconds)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
-        accelerated = process.device.type != "cpu"  # Then parts are copied to pinned memory.
-        self.stager = DefaultStager(StagingOptions(accelerated, False, False, accelerated))
+            self.group = dist.new_group(backend="gloo", timeout=process.timeout)
+        self.stager: Any = None
 
     @staticmethod
     def read(path: Path) -> dict[str, Any]:
@@ -77,8 +75,10 @@ class Checkpointer(checkpoint.Checkpointer):
         header = json.dumps(self.prepare(progress))
         final = self.folder / f"step-{progress['step']:08d}.dcp"
         unfinished = final.with_suffix(".dcp.tmp")
-        for path in (final, unfinished):  # Of an earlier start.
-            self.process.on_main(partial(shutil.rmtree, path, ignore_errors=True))
+        self.process.on_main(partial(shutil.rmtree, unfinished, ignore_errors=True))  # Of an earlier start.
+        if self.stager is None or torch.__version__ < "2.13":  # There, a stager is used once.
+            accelerated = self.process.device.type != "cpu"  # Then parts are copied to pinned memory.
+            self.stager = DefaultStager(StagingOptions(accelerated, False, False, accelerated))
         content = self.stager.stage(local_state(self.parallel.module, self.optimizer))
         self.pending = self.writer.submit(self.write_shards, content, header, unfinished, final)
 
