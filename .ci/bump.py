@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution, distributions, packages_distributions, version
 from pathlib import Path
 

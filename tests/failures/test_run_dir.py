@@ -20,7 +20,6 @@ from conftest import (
     launch_on_full_disk,
     read_losses,
     read_records,
-    run_python,
     started,
     wait_until,
 )
@@ -66,17 +65,6 @@ def test_a_record_has_seconds_and_a_terminal_shows_the_step(bake: Bake) -> None:
     assert re.search(r"step 4/8 .* 0:00:\d\d left\r\n", out) and "\x1b" not in launch(project, *words).stdout
     for record in read_records(project / "run", "train"):
         assert 0 < record["seconds_per_step"] < 10 and 0 < record["data_share"] < 1
-
-
-@pytest.mark.parametrize("task", ["digits", "language"])
-def test_a_model_that_is_loaded_draws_no_initial_values(bake: Bake, task: str) -> None:
-    script = (
-        "import torch\nfrom my_experiment.config import ModelConfig\nfrom my_experiment.evaluate import SkipInit\n"
-        "from my_experiment.model import build_model\nbefore = torch.get_rng_state()\nwith SkipInit():\n"
-        "    build_model(ModelConfig())\nprint(torch.equal(before, torch.get_rng_state()))\n"
-        "build_model(ModelConfig())\nprint(torch.equal(before, torch.get_rng_state()))\n"
-    )
-    assert run_python(bake(task=task), script).split() == ["True", "False"]
 
 
 def test_a_folder_belongs_to_one_run(bake: Bake) -> None:

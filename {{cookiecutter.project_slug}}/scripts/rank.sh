@@ -11,11 +11,12 @@ elif [[ -n "${MPI_LOCALRANKID:-}" ]]; then # MPICH, Intel MPI
 else
     export RANK="${SLURM_PROCID:?use srun or mpirun}" WORLD_SIZE="$SLURM_STEP_NUM_TASKS" LOCAL_RANK="$SLURM_LOCALID"
     read -r HEAD <<<"${HEAD:-$(scontrol show hostnames "$SLURM_STEP_NODELIST")}"
-    visible=$(wc -w <<<"${CUDA_VISIBLE_DEVICES+${CUDA_VISIBLE_DEVICES//,/ }}") # With --gpus-per-task, only its own.
-    ((visible >= ${SLURM_GPUS_ON_NODE:-0})) || LOCAL_RANK=0
+    seen="${CUDA_VISIBLE_DEVICES:-}" # With --gpus-per-task, only its own.
+    [[ -z "$seen" || "$(wc -w <<<"${seen//,/ }")" -ge "${SLURM_GPUS_ON_NODE:-0}" ]] || LOCAL_RANK=0
 fi
 [[ -n "${HEAD:-}" || "$RANK" == "$LOCAL_RANK" ]] || { echo "error: give HEAD, the host of rank 0" >&2 && exit 2; }
 [[ -n "${HEAD:-}" && -z "${SLURM_PROCID:-}" ]] || PORT="${PORT:-$((20000 + ${SLURM_JOB_ID:-$PPID} % 12000))}"
 export MASTER_ADDR="${HEAD:-127.0.0.1}" MASTER_PORT="${PORT:-29400}" PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
+ulimit -Sn hard || true # N ranks open N files each, and more.
 export PYTHONHASHSEED=0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 exec "$PYTHON" -m {{ cookiecutter.__package }} "$@"

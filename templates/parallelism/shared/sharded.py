@@ -6,6 +6,7 @@ that you trust: unlike a full checkpoint, it is read with pickle, and has no che
 
 import json
 import os
+import re
 import shutil
 import sys
 from functools import partial
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from . import checkpoint
 from .config import Config, UserError
-from .distributed import Process
+from .distributed import FILE_TIMEOUT, Process
 
 
 class Checkpointer(checkpoint.Checkpointer):
@@ -29,7 +30,7 @@ class Checkpointer(checkpoint.Checkpointer):
     def __init__(self, config: Config, process: Process) -> None:
         super().__init__(config, process)
         if config.checkpoint.format == "sharded":  # The messages of its threads never mix with those of training.
-            self.group = dist.new_group(backend="gloo", timeout=process.timeout)
+            self.group = dist.new_group(backend="gloo", timeout=FILE_TIMEOUT)
         self.stager: Any = None
 
     @staticmethod
@@ -39,7 +40,7 @@ class Checkpointer(checkpoint.Checkpointer):
             return checkpoint.read(path)
         try:
             return json.loads((path / "header.json").read_text()) | {"shards": str(path)}
-        except (FileNotFoundError, ValueError) as error:
+        except ValueError as error:
             raise UserError(f"{path} is not a readable checkpoint: {error}") from None
 
     @staticmethod
@@ -48,7 +49,10 @@ class Checkpointer(checkpoint.Checkpointer):
         if "shards" not in content:
             return checkpoint.Checkpointer.load(parallel, content, *optimizers)
         state = local_state(parallel.module, *optimizers)
-        dcp.load(state, checkpoint_id=content["shards"])
+        try:
+            dcp.load(state, checkpoint_id=content["shards"])
+        except dcp.CheckpointException as error:  # It is no Exception.
+            raise UserError(f"{content['shards']} cannot be loaded: {str(error).splitlines()[-1]}") from None
         dsd.set_model_state_dict(parallel.module, state["model"])
         for optimizer in optimizers:
             groups = dsd.get_optimizer_state_dict(parallel.module, optimizer)["param_groups"]  # Those of the settings.
@@ -58,11 +62,14 @@ class Checkpointer(checkpoint.Checkpointer):
         """Load what was read, or an older checkpoint if a part of a sharded one is damaged."""
         try:
             return super().restore(parallel, optimizer, lengths)
-        except dcp.CheckpointException:
-            path = Path(self.start["shards"])
+        except UserError as error:
+            path = Path(self.start.get("shards", ""))
+            damaged = re.search("cannot be loaded(?!.*(Missing key|Size mism|Errno))", str(error))
+            if path.parent != self.folder or not damaged:
+                raise  # Not a damaged checkpoint of this run.
             self.process.on_main(lambda: path.rename(f"{path}.damaged"))
             self.start = checkpoint.read_on_main(self.read_start, self.process)
-            if "progress" not in self.start:  # The model has no initial values.
+            if "progress" not in self.start:  # The model may be loaded in part.
                 raise UserError(f"{path} was damaged, and there is no older checkpoint; start again") from None
             if self.process.rank == 0:
                 print(f"a part of {path} is damaged; it is now {path.name}.damaged", file=sys.stderr)
@@ -85,7 +92,8 @@ class Checkpointer(checkpoint.Checkpointer):
     def write_shards(self, content: Any, header: str, unfinished: Path, final: Path) -> None:
         """Write this rank's part; the folder gets its name when all is written."""
         try:
-            dcp.save(content, checkpoint_id=unfinished, process_group=self.group)
+            with torch.accelerator.device_index(self.process.device.index):  # Else it opens a context on the first one.
+                dcp.save(content, checkpoint_id=unfinished, process_group=self.group)
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"{final} was not written; disk full? {str(error).splitlines()[-1]}") from None
         if self.process.rank == 0:

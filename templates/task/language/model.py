@@ -6,6 +6,7 @@ A block takes and returns one tensor, so the sequence can be split, sharded or r
 from collections import OrderedDict
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -71,7 +72,7 @@ class Head(nn.Module):
 
 def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
     """Build a linear layer without bias, with weights drawn from a normal distribution."""
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)  # Drawn once.
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=torch.get_default_device())  # Drawn once.
     nn.init.normal_(layer.weight, std=std)
     return layer
 

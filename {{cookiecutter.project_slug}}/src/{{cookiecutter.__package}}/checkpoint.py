@@ -78,7 +78,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 class Checkpointer:
-    """Saves and restores one run; all its methods are collectives."""
+    """Saves and restores one run; all ranks call save, restore and finish together."""
 
     read = staticmethod(read)
 
@@ -116,8 +116,9 @@ class Checkpointer:
         header = self.prepare(progress)
         model, state = self.parallel.full_state_dict(self.optimizer)
         content = {"model": model, "optimizer": {"state": state}, **header}
-        if self.process.rank == 0:  # From an accelerator, it is a copy.
-            content = deepcopy(content) if self.process.device.type == "cpu" else content
+        if self.process.rank == 0:
+            is_copy = self.process.device.type != "cpu" and self.optimizer.defaults.get("fused")  # With all its state.
+            content = content if is_copy else deepcopy(content)
             self.pending = self.writer.submit(self.write, content, progress["step"])
 
     def prepare(self, progress: dict[str, int]) -> dict[str, Any]:
@@ -137,6 +138,8 @@ class Checkpointer:
 
     def finish(self, wait: bool = True, raises: bool = True) -> None:
         """Wait for the checkpoint that is being written; raise why it failed, or print that once."""
+        if wait:  # However long rank 0 writes.
+            self.process.on_main(lambda: self.pending and self.pending.exception() and None)
         if self.pending and (wait or self.pending.done()):
             error, self.pending = self.pending.exception(), None
             if error and raises:

@@ -40,7 +40,7 @@ class Process:
     device: torch.device = CPU
     cpu_group: Any = None  # All ranks, for messages that do not wait for the device.
     timeout: timedelta | None = None  # Of messages that may wait for the device.
-    calls: int = 0
+    calls: int = 0  # Of on_main, the same number on all ranks.
 
     def on_main(self, action: Callable[[], Any]) -> Any:
         """Read or write files on rank 0; every rank gets what ``action`` returns, or its error as a UserError."""
@@ -157,6 +157,7 @@ class StopSignal:
             return False
         received = self.process.rank == 0 and self.process.store.check(["stop"])
         message = torch.tensor([float(received), (time.monotonic() - self.clock) / self.steps])
+        dist.barrier(group=self.process.cpu_group)  # Else only some ranks would notice one that hangs.
         dist.broadcast(message, 0, group=self.process.cpu_group)  # A tree: log2(N) messages, one after the other.
         received, seconds_per_step = message.tolist()
         self.steps_between = max(1, int(CHECK_SECONDS / max(seconds_per_step, 1e-6)))

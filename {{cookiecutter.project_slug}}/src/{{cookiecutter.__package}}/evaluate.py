@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .checkpoint import read_on_main
 from .config import Config, UserError
@@ -21,17 +19,8 @@ from .parallel import Checkpointer, Parallel
 from .task import Task
 
 
-class SkipInit(TorchFunctionMode):
-    """Draws no initial values, which a checkpoint replaces; it has to have other random values too."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args else (kwargs or {}).get("tensor")
-        draws = function in (Tensor.normal_, Tensor.uniform_) or getattr(function, "__module__", "") == nn.init.__name__
-        return target if draws and isinstance(target, nn.Parameter) else function(*args, **(kwargs or {}))
-
-
-def build_experiment(config: Config, process: Process, loads: bool) -> tuple[Task, Parallel, Any, Any]:
-    """Build task, datasets and model by the seed; one that ``loads`` has no initial values."""
+def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, Any, Any]:
+    """Build task, datasets and model by the seed."""
     seed_everything(config.run.seed)
     train_set, test_set = build_datasets(config)
     lengths = process.all_gather((len(train_set), len(test_set)))
@@ -46,8 +35,7 @@ def build_experiment(config: Config, process: Process, loads: bool) -> tuple[Tas
     if config.train.compile:  # Otherwise, the logits would be kept in fp32.
         setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (a method has another type)
     seed_everything(config.run.seed)  # What was drawn so far does not change the model's initial values.
-    with SkipInit() if loads else nullcontext():
-        return task, Parallel(task, config, process), train_set, test_set
+    return task, Parallel(task, config, process), train_set, test_set
 
 
 class Evaluator:
@@ -130,7 +118,7 @@ def load_experiment(path: str, config: Config, given: set[str], process: Process
             elif process.rank == 0 and getattr(settings, name) != value:
                 print(f"{setting}: {getattr(settings, name)} instead of {value}", file=sys.stderr)
     config.check(process.world_size, trains=False)
-    task, parallel, _, test_set = build_experiment(config, process, loads=True)
+    task, parallel, _, test_set = build_experiment(config, process)
     Checkpointer.load(parallel, content)
     return task, parallel, test_set, content["progress"]["step"]
 

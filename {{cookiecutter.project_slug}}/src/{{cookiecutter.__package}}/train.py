@@ -24,7 +24,7 @@ class Trainer:
     def __init__(self, config: Config, process: Process) -> None:
         self.config, self.process, self.stop = config, process, StopSignal(process)
         self.checkpointer = Checkpointer(config, process)
-        self.task, self.parallel, train_set, test_set = build_experiment(config, process, self.checkpointer.resumes)
+        self.task, self.parallel, train_set, test_set = build_experiment(config, process)
         batch, seed, dp_size = config.data.global_batch_size, config.run.seed, self.parallel.dp_size
         self.local_batch_size = batch // dp_size
         self.sampler = TrainSampler(len(train_set), self.parallel.dp_rank, dp_size, batch, seed)
@@ -158,7 +158,7 @@ class Trainer:
         record |= dict(zip(names, losses[-1].tolist(), strict=True))
         record |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": norms[-1].item()}
         record |= {"seconds_per_step": seconds / len(norms), "data_share": self.waited / seconds}
-        if self.process.device.type != "cpu":
+        if self.process.device.type == "cuda":
             record["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
         self.logger.log(record | {"samples_per_second": rate} | self.task.throughput(rate))
         self.checkpointer.finish(wait=False, raises=False)
