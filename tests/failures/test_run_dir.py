@@ -126,6 +126,26 @@ def test_a_run_that_is_killed_while_it_saves_resumes_bitwise(
 
 
 @pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), ("fsdp", SHARDED[:2])])
+def test_a_save_may_take_longer_than_messages(bake: Bake, tmp_path: Path, parallelism: str, words: list[str]) -> None:
+    project = bake(parallelism=parallelism)
+    slow = change_saves(tmp_path, words, "time.sleep(12 * (os.environ['RANK'] == '0'))")
+    err = train(project, *words, "--distributed.timeout_seconds", "6", "--checkpoint.every_steps", "4", **slow)
+    assert not err and [name[5:13] for name in names(project)] == ["00000004", "00000008"]
+
+
+@pytest.mark.parametrize("words", [SHARDED[:2], []])
+def test_another_model_costs_no_checkpoint(bake: Bake, words: list[str]) -> None:
+    project = bake(parallelism="fsdp")
+    train(project, *words)
+    edit(project, {NORM: NORM[1] + "        self.scale = nn.LayerNorm(1)\n"})
+    err, before = train(project, *words, "--train.max_steps", "9", code=2), names(project)
+    assert "scale" in err and err.count("\n") == 1 and before[-1].startswith("step-00000008."), err
+    newest = f"run/checkpoints/{before[-1]}"
+    err = launch(project, "evaluate", "--distributed.device", "cpu", "--checkpoint", newest, code=2).stderr
+    assert "scale" in err and names(project) == before and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), ("fsdp", SHARDED[:2])])
 def test_a_save_that_fails_is_reported_and_costs_no_other(
     bake: Bake, tmp_path: Path, parallelism: str, words: list[str]
 ) -> None:
