@@ -47,7 +47,8 @@ test-gpu:
 	@$(PYTHON) -c 'import sys; print(*(path for path in sys.path if "-packages" in path), sep="\n")' \
 		>"$$(echo .venv-gpu/lib/python*/site-packages)/gpu.pth"
 	.venv-gpu/bin/pip install --quiet --disable-pip-version-check $(GPU_NEEDS)
-	@.venv-gpu/bin/python tests/gpus/agree.py && code=0 || code=1; .venv-gpu/bin/python tests/gpus/speed.py && exit $$code
+	@export PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/numerics; \
+		.venv-gpu/bin/python tests/gpus/agree.py && code=0 || code=1; .venv-gpu/bin/python tests/gpus/speed.py && exit $$code
 
 lint: .venv/installed
 	$(BIN)/pre-commit run --all-files

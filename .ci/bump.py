@@ -48,12 +48,12 @@ def main() -> None:
 def not_taken() -> Iterator[str]:
     """Yield the newer versions that pip did not take, each with the requirements that exclude it."""
     words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "list", "--outdated", "--format=json"]
+    own = [("this template", Requirement(text)) for requirements in needs().values() for text in requirements]
+    others = [(f"{d.name} {d.version}", Requirement(text)) for d in distributions() for text in d.requires or []]
     for each in json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout):
-        own = [("this template", text) for requirements in needs().values() for text in requirements]
-        others = [(f"{d.name} {d.version}", text) for d in distributions() for text in d.requires or []]
         limits = {
             f"{who} requires {need.name}{need.specifier}"
-            for who, need in ((who, Requirement(text)) for who, text in own + others)
+            for who, need in own + others
             if canonicalize_name(need.name) == canonicalize_name(each["name"]) and applies(need, frozenset())
             if not need.specifier.contains(each["latest_version"])
         }

@@ -45,9 +45,9 @@ def add(line: tuple[str, str], text: str) -> Changes:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_of_many_ranks_is_short(bake: Bake, fault: str) -> None:
-    lines, total, most = measure(bake(), 8, fault)
+    lines, requests, most = measure(bake(), 8, fault)
     assert 0 < lines <= 10 + (fault == "error") * 25  # A traceback.
-    assert 0 < total["requests"] <= 40 * 8 and most["descriptors"] < 64 + 8
+    assert 0 < requests <= 40 * 8 and most["descriptors"] < 64 + 8
 
 
 def refuse(project: Path, *words: str) -> str:

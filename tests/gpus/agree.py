@@ -15,20 +15,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGTERM
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
-
-sys.path[:0] = [str(Path(__file__).parents[folder]) for folder in (1, 2)] + [
-    str(Path(__file__).parents[1] / "numerics")
-]
-
-from conftest import CHOICES, edit, find_processes, launch, read_records, render, started, wait_until  # noqa: E402
-from test_parity import TASKS, arguments, expected, refused  # noqa: E402
+from conftest import CHOICES, edit, launch, launch_and_kill, read_records, render, started, wait_until
+from test_parity import TASKS, arguments, expected, last_step, refused
 
 DEVICE = os.environ.get("DEVICE", "auto")
 COUNT = torch.accelerator.device_count() if DEVICE == "auto" else 2
@@ -45,7 +39,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
 REFUSED = {("data_parallel", "compiled"), ("data_parallel", "recomputed"), ("pipeline", "fp16"), ("tensor", "fp16")}
 # Settings that save often enough to be slow, so that a run can be ended in the middle.
 LONG = "--data.global_batch_size 8 --train.max_steps 60 --train.epochs 9 --train.log_every 1 --checkpoint.every_steps 3"
-os.environ |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}  # For the launchers.
+os.environ |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}  # For the launchers.
 SCRATCH = Path(mkdtemp(prefix="agree"))
 
 
@@ -80,27 +74,22 @@ def compare(project: Path, task: str, nproc: int, words: list[str], variant: str
 
 def interrupt(project: Path, nproc: int, words: list[str]) -> str:
     """End a run by SIGKILL, then by SIGTERM; return whether it ends with the weights of one that was left alone."""
-    folders = [project / "whole", project / "parts"]
-    commands = [["train", *LONG.split(), "--distributed.device", DEVICE, *words, "--run.dir", str(f)] for f in folders]
-    launch(project, *commands[0], nproc=nproc)
-    script = project / "scripts" / "launch.sh"
-    for step, number in ((7, SIGKILL), (20, SIGTERM)):
-        with started(script, *commands[1], cwd=project, NPROC=str(nproc), MARK=str(project)) as launcher:
-            wait_until(partial(has_reached, folders[1], step), f"step {step}", 240)
-            launcher.send_signal(number)
-            launcher.communicate(timeout=120)
-        if launcher.returncode != (-SIGKILL if number == SIGKILL else 128 + SIGTERM):
-            return f"✗ exit code {launcher.returncode} after {number.name}"
-        wait_until(lambda: not find_processes(f"MARK={project}"), "all ranks have ended", 60)
-    launch(project, *commands[1], nproc=nproc)
-    whole, parts = (torch.load(sorted((f / "checkpoints").glob("*.pt"))[-1], weights_only=True) for f in folders)
-    different = [name for name, value in whole["model"].items() if not torch.equal(value, parts["model"][name])]
+    whole, parts = project / "whole", project / "parts"
+    words = ["train", *LONG.split(), "--distributed.device", DEVICE, *words, "--run.dir"]
+    launch(project, *words, whole, nproc=nproc)
+    launch_and_kill(project, *words, parts, when=lambda: last_step(parts) >= 7, nproc=nproc, seconds=240)
+    with started(project / "scripts" / "launch.sh", *words, parts, cwd=project, NPROC=str(nproc)) as launcher:
+        wait_until(lambda: last_step(parts) >= 20, "a signal can be sent", 240)
+        launcher.terminate()
+        launcher.communicate(timeout=120)
+    if launcher.returncode != 128 + SIGTERM:
+        return f"✗ exit code {launcher.returncode} after SIGTERM"
+    launch(project, *words, parts, nproc=nproc)
+    first, second = (
+        torch.load(sorted((f / "checkpoints").glob("*.pt"))[-1], weights_only=True) for f in (whole, parts)
+    )
+    different = [name for name, value in first["model"].items() if not torch.equal(value, second["model"][name])]
     return f"✗ {len(different)} tensors differ" if different else "bitwise"
-
-
-def has_reached(folder: Path, step: int) -> bool:
-    """Return whether a run has logged a step."""
-    return any(record["step"] >= step for record in read_records(folder, "train"))
 
 
 def evaluate(project: Path, nproc: int, words: list[str]) -> str:

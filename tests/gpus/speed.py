@@ -14,13 +14,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-
-sys.path[:0] = [str(Path(__file__).parents[folder]) for folder in (1, 2)]
-
-from conftest import launch, read_records, render, run  # noqa: E402
+from conftest import launch, read_records, render, run
 
 DEVICE = os.environ.get("DEVICE", "auto")
-os.environ["PYTHON"] = sys.executable  # For the launchers.
+os.environ |= {"PYTHON": sys.executable, "PYTHONPATH": ""}  # For the launchers.
 STEPS, EVERY = 40, 10
 SMALL = DEVICE == "cpu"
 # Activations of a plain loop take about a GiB per window, in bf16.

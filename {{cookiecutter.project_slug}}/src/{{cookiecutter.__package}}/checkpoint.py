@@ -87,7 +87,6 @@ class Checkpointer:
         self.config, self.process = config, process
         self.folder = Path(config.run.dir) / "checkpoints"
         self.start = read_on_main(self.read_start, process)
-        self.resumes = "progress" in self.start
         self.writer = ThreadPoolExecutor(1)
         self.pending: Any = None  # The checkpoint that is being written.
 
@@ -96,7 +95,7 @@ class Checkpointer:
         self.parallel, self.optimizer, files = parallel, optimizer, self.config.files()
         digests = self.process.on_main(lambda: {f"content of {k}": digest(Path(v)) for k, v in files.items()})
         self.settings = asdict(self.config) | {"content": {"number of samples": lengths, **digests}}
-        if not self.resumes:
+        if "progress" not in self.start:
             if self.config.model.weights is not None:
                 self.load(parallel, self.start)
             return 0, []
@@ -150,9 +149,10 @@ class Checkpointer:
     def prune(self, best_first: list[int]) -> None:
         """Let rank 0 remove all complete checkpoints but the newest ``checkpoint.keep`` and the best one."""
         found = list_checkpoints(self.folder) if self.process.rank == 0 else []
-        best = next((step for step in best_first if f"step-{step:08d}" in {path.stem for path in found}), 0)
+        complete = {path.stem for path in found}
+        best = next((name for name in map("step-{:08d}".format, best_first) if name in complete), "")
         for path in found[: -self.config.checkpoint.keep]:
-            if path.stem != f"step-{best:08d}":
+            if path.stem != best:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def compare(self, saved: dict[str, Any]) -> list[str]:
