@@ -1,17 +1,20 @@
 """Checks the answers, offers a slug, and gives templates the files and facts of the chosen folders.
 
 cookiecutter and cruft load this Jinja extension because cookiecutter.json names it, with hooks or without. It rejects
-an answer that cannot work before anything is written, with the reason and a command that works.
+an answer that cannot work before anything is written, with the reason and a command that works: once all questions are
+answered, and again when the project's folder gets its name, because a replay asks no questions.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import keyword
 import re
 import shlex
 import sys
+import time
 import unicodedata
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from jinja2.ext import Extension
 from slugify import slugify
 
 HERE = Path(__file__).parent
+FOLDER = "{{cookiecutter.project_slug}}"  # The first template that is rendered when a project is written.
 EXAMPLE, SLUG_LIMIT = "my-experiment", 60
 # These change the order in which the text around a name is displayed.
 BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -31,6 +35,7 @@ class CheckAnswers(Extension):
 
     def __init__(self, environment):
         super().__init__(environment)
+        vars(environment).update(read_json("cookiecutter.json")["_jinja2_env_vars"])  # A replay may have others.
         sys.modules.pop(__name__, None)  # cruft renders two versions of the template in one process.
         functions = {"keep_answers": self.keep_answers, "check_answers": self.check_answers}
         environment.globals.update(functions, default_slug=default_slug, fact=fact, file=file)
@@ -45,19 +50,25 @@ class CheckAnswers(Extension):
         return ""
 
     def check_answers(self, answers):
-        """Return the answers to change, or exit with 1 and a message if one cannot work."""
+        """Add what follows from the answers, and return ""; or exit with 1 and a message if one cannot work."""
         self.templates = None
+        if not questions().keys() <= answers.keys():
+            return ""  # A mapping comes last; what a replay lacks comes alone. The folder's name is checked next.
         fault = find_fault(answers)
         if fault is None:
-            return {"project_slug": answers["project_slug"].strip()}
+            answers.update(derive(answers))
+            return ""
         question, reason, _ = fault
+        text = repr(answers[question])
+        text = text if len(text) <= 120 else f"{text[:100]}..."
         # Not one of cookiecutter's exceptions: for some of them, its command prints a traceback, and cruft's for all.
-        sys.exit(f"error: {question} is {answers[question]!r}, which {reason}. Try:\n  {command(answers, sys.argv)}")
+        sys.exit(f"error: {question} is {text}, which {reason}. Try:\n  {command(answers, sys.argv)}")
 
     def preprocess(self, source, name, filename=None):
         """Return ``source``; if it is an answer, a template that renders to it."""
-        is_answer = self.templates is not None and source not in self.templates
-        return "{{ " + ascii(source) + " }}" if is_answer else source
+        if self.templates is not None and source not in self.templates:
+            return "{{ " + ascii(source) + " }}"
+        return "{{ check_answers(cookiecutter) }}" + source if source == FOLDER else source
 
 
 @pass_context
@@ -72,10 +83,28 @@ def file(context, question, name):
     return name if (HERE / "templates" / question / str(context["cookiecutter"][question]) / name).exists() else ""
 
 
+def questions():
+    """Return the questions, each with its default, or its choices."""
+    return {name: value for name, value in read_json("cookiecutter.json").items() if not name.startswith("_")}
+
+
+def derive(answers):
+    """Return what follows from answers: a replay may hold it as it was, or as somebody has edited it."""
+    slug = answers["project_slug"].strip()
+    own = {name: value for name, value in read_json("cookiecutter.json").items() if re.match("_[^_]", name)}
+    own |= {name: is_true(answers[name]) for name, value in questions().items() if isinstance(value, bool)}
+    return own | {"project_slug": slug, "__package": slug.replace("-", "_"), "__year": str(time.gmtime().tm_year)}
+
+
+def is_true(answer):
+    """Return whether an answer means yes, or None if it is neither yes nor no; cookiecutter may pass on a text."""
+    return {"true": True, "false": False}.get(str(answer).lower())
+
+
 def read_facts(answers):
     """Yield the facts that each choice states."""
-    for question, values in read_json("cookiecutter.json").items():
-        if isinstance(values, list) and not question.startswith("_"):
+    for question, values in questions().items():
+        if isinstance(values, list):
             yield read_json(f"templates/{question}/{answers[question]}/facts.json")
 
 
@@ -93,6 +122,7 @@ def quoted(text):
 
 def default_slug(name):
     """Return the slug that is offered for the name of a project."""
+    name = name if isinstance(name, str) else EXAMPLE  # That it is not text is reported with the other answers.
     slug = slugify(name, entities=False, decimal=False, hexadecimal=False, max_length=48, word_boundary=True)
     prefix = "my-" if find_owner(slug) else "experiment-" if slug[:1].isdigit() else ""
     return prefix + slug or EXAMPLE
@@ -110,16 +140,28 @@ def find_owner(slug):
 
 def find_fault(answers):
     """Return the first answer that cannot work as (question, reason, a better value), or None if all work."""
-    context = read_json("cookiecutter.json")
-    for question in [name for name, value in context.items() if name[0] != "_" and isinstance(value, str)]:
+    for question, default in questions().items():
         answer = answers[question]
-        if any(map(is_control, answer)):
-            printable = "".join(" " if is_control(c) else c for c in answer)
-            return question, "contains a control character or a line break", " ".join(printable.split())
-        if all(c.isspace() or unicodedata.category(c) == "Cf" for c in answer):
-            is_slug = question == "project_slug"
-            return question, "is empty", default_slug(answers["project_name"]) if is_slug else context[question]
-    return find_slug_fault(answers["project_slug"].strip()) or find_refusal(answers, context)
+        if isinstance(default, list) and answer not in default:
+            return question, f"is not one of {', '.join(default)}", default[0]
+        if isinstance(default, bool) and is_true(answer) is None:
+            return question, "is neither true nor false", default
+        if isinstance(default, str) and (fault := find_text_fault(answer)) is not None:
+            offer = default_slug(answers["project_name"]) if question == "project_slug" else default
+            return question, fault[0], fault[1] or offer
+    return find_slug_fault(answers["project_slug"].strip()) or find_refusal(answers)
+
+
+def find_text_fault(answer):
+    """Return why an answer is no text that fits one line and a better text, which is empty if nothing is left of it."""
+    if not isinstance(answer, str):
+        return "is not text", ""
+    if any(map(is_control, answer)):
+        printable = "".join(" " if is_control(c) else c for c in answer)
+        return "contains a control character or a line break", " ".join(printable.split())
+    if all(c.isspace() or unicodedata.category(c) == "Cf" for c in answer):
+        return "is empty", ""
+    return None
 
 
 def is_control(character):
@@ -136,10 +178,11 @@ def find_slug_fault(slug):
     if len(slug) > SLUG_LIMIT:
         return "project_slug", f"is longer than {SLUG_LIMIT} characters", better
     owner = find_owner(words)
-    return ("project_slug", owner, f"my-{words}") if owner else None
+    better = f"my-{words}"
+    return ("project_slug", f"{owner}; a name of your own works, such as {better}", better) if owner else None
 
 
-def find_refusal(answers, context):
+def find_refusal(answers):
     """Return the first choice that another one refuses in its facts.json, as find_fault does.
 
     It states why, as in {"refuses": {"parallelism": {"pipeline": "leaves the outputs on one rank, ..."}}}.
@@ -148,7 +191,8 @@ def find_refusal(answers, context):
     for question, reasons in refusals:
         if answers[question] in reasons:
             refused = {choice for name, others in refusals if name == question for choice in others}
-            return question, reasons[answers[question]], next(each for each in context[question] if each not in refused)
+            better = next(choice for choice in questions()[question] if choice not in refused)
+            return question, reasons[answers[question]], better
     return None
 
 
@@ -160,9 +204,17 @@ def command(answers, words):
     better = dict(answers)
     while (fault := find_fault(better)) is not None:
         better[fault[0]] = fault[2]
-    questions = [name for name in answers if not name.startswith("_")]
     program = Path(words[0])
     if "cookiecutter" not in (program.stem, program.parent.name):  # The second one is for `python -m cookiecutter`.
-        return shlex.join(f"{name}={better[name]}" for name in questions if better[name] != answers[name])
-    options = [word for word in words[1:] if word.partition("=")[0] not in questions and word != "--no-input"]
-    return shlex.join(["cookiecutter", *options, "--no-input", *(f"{name}={better[name]}" for name in questions)])
+        return shlex.join(f"{name}={better[name]}" for name in questions() if better[name] != answers[name])
+    files, added = ["--replay-file"], ["--no-input"]
+    if any(isinstance(value, str) and isinstance(answers[name], bool) for name, value in questions().items()):
+        # If the user's settings have yes or no in place of a text, cookiecutter takes no text.
+        files, added = [*files, "--config-file"], ["--default-config", *added]
+    dropped = [*(f"{name}=" for name in questions()), "--no-input$", "--replay$", *(f"{name}(=|$)" for name in files)]
+    kept = [
+        word
+        for before, word in itertools.pairwise(words)
+        if before not in files and not re.match("|".join(dropped), word)
+    ]
+    return shlex.join(["cookiecutter", *kept, *added, *(f"{name}={better[name]}" for name in questions())])

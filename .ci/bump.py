@@ -27,6 +27,9 @@ WORKFLOWS = [folder / ".github" / "workflows" / "test.yml" for folder in (TEMPLA
 TOOLS = ["pip", "editables"]
 # What only PyTorch's builds with CUDA need; these pin it themselves.
 CUDA = ["cuda", "cuda-bindings", "cuda-pathfinder", "nvidia", "triton"]
+# An import that a module does without: the first statement under a condition, or what is looked up before.
+CONDITION, IMPORT = r"\b(?:try|else|(?:if|elif|except)\b.*):.*\n", r"\s+(?:from +(?=\S+ import )|import +)"
+OPTIONAL = re.compile(rf"""(?:{CONDITION}{IMPORT}|find_spec\(\s*["'])([A-Za-z]\w*)""".encode())
 
 
 def main() -> None:
@@ -120,14 +123,22 @@ def applies(need: Requirement, extras: frozenset[str]) -> bool:
 
 
 def reserved() -> dict[str, list[str]]:
-    """Return the slugs that no project may have, by the reason: names of packages and modules, and of its own files."""
-    packages = {name for requirements in needs().values() for name in closure(requirements)} | {*CUDA}
+    """Return the slugs that no project may have, by the reason; what follows the first three is written by hand."""
+    packages = {name for requirements in needs().values() for name in closure(requirements)}
     owners = packages_distributions().items()
-    modules = {module for module, names in owners if packages & {*map(canonicalize_name, names)}}
+    needed = {*CUDA} | packages | {module for module, names in owners if packages & {*map(canonicalize_name, names)}}
     folders = {path.name for path in PROJECT.iterdir() if path.is_dir()}
     tests = {name for path in (PROJECT / "tests").iterdir() for name in re.findall(r"(\w+)\.py\b", path.name)}
-    reasons = json.loads(RESERVED.read_text())
-    return {reason: slugs(names) for reason, names in zip(reasons, (packages | modules, folders | tests), strict=True)}
+    lists = json.loads(RESERVED.read_text())
+    known = {*slugs(needed)}.union(*[*lists.values()][3:])
+    found = (slugs(needed), [name for name in slugs(optional(packages)) if name not in known], slugs(folders | tests))
+    return lists | dict(zip(lists, found, strict=False))
+
+
+def optional(packages: Iterable[str]) -> set[str]:
+    """Return the modules that packages import only if they are there: a project of that name would be taken for one."""
+    files = [file.locate() for name in packages for file in distribution(name).files or [] if file.suffix == ".py"]
+    return {module.decode() for file in files for module in OPTIONAL.findall(Path(file).read_bytes())}
 
 
 def slugs(names: Iterable[str]) -> list[str]:

@@ -447,6 +447,19 @@ FAULTS = {
         ANSWERS + "test_choices_that_do_not_fit_are_rejected_with_a_command_that_works"
         "[{'task': 'control', 'parallelism': 'fsdp'}]",
     ),
+    "a replay is not checked": Fault(
+        CHECKS,
+        "if source == FOLDER else source",
+        "if source == name else source",
+        ANSWERS
+        + "test_an_answer_in_a_file_is_rejected_in_the_same_way[replay-project_slug-../evil-letters and digits]",
+    ),
+    "a replay says itself what follows from its answers": Fault(
+        CHECKS,
+        "answers.update(derive(answers))",
+        'answers.update(derive(answers) | {"__year": answers.get("__year", 1)})',
+        ANSWERS + "test_what_follows_from_the_answers_is_derived_again_by_a_replay[edited]",
+    ),
     "an update checks answers with the old version": Fault(
         CHECKS,
         "sys.modules.pop(__name__, None)",

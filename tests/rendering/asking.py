@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import os
 import shlex
 import subprocess
+import tempfile
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,51 @@ COOKIECUTTER = str(BIN / "cookiecutter")
 
 
 def ask(folder: Path, **answers: Any) -> subprocess.CompletedProcess[str]:
-    """Render into ``folder``/out."""
-    words = [COOKIECUTTER, str(TEMPLATE), "--no-input", "--output-dir", "out"]
-    words += [f"{name}={answer}" for name, answer in answers.items()]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    """Render into ``folder``/out, with answers on the command line."""
+    return call(folder, "--no-input", *(f"{name}={answer}" for name, answer in answers.items()))
+
+
+def configure(folder: Path, **answers: Any) -> subprocess.CompletedProcess[str]:
+    """Render into ``folder``/out, with answers in a file of the user's settings."""
+    file = folder.with_name(f"{folder.name}.yaml")
+    file.write_text(yaml.safe_dump(settings() | {"default_context": answers}))
+    return call(folder, "--no-input", "--config-file", str(file))
+
+
+def replay(folder: Path, **answers: Any) -> subprocess.CompletedProcess[str]:
+    """Render into ``folder``/out from the record of a default project, in which values have been edited."""
+    return call(folder, "--replay-file", str(edit_replay(folder, answers)))
+
+
+def edit_replay(folder: Path, changes: dict[str, Any], without: Iterable[str] = ()) -> Path:
+    """Write the record of a default project, with some values changed and others left out, beside a folder."""
+    record = json.loads(replay_of_the_default())
+    context = record["cookiecutter"] | changes
+    record["cookiecutter"] = {name: value for name, value in context.items() if name not in without}
+    file = folder.with_name(f"{folder.name}.json")
+    file.write_text(json.dumps(record))
+    return file
+
+
+@functools.cache
+def replay_of_the_default() -> str:
+    """Return what cookiecutter has recorded of a default project."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert ask(Path(folder)).returncode == 0
+    return (Path(settings()["replay_dir"]) / f"{TEMPLATE.name}.json").read_text()
+
+
+def settings() -> dict[str, Any]:
+    """Return the settings of cookiecutter that tests run with."""
+    content: dict[str, Any] = yaml.safe_load(Path(os.environ["COOKIECUTTER_CONFIG"]).read_text())
+    return content
+
+
+def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Call cookiecutter, which renders into ``folder``/out, and has nobody to ask."""
+    command = [COOKIECUTTER, str(TEMPLATE), "--output-dir", "out", *words]
+    nobody = subprocess.DEVNULL
+    return subprocess.run(command, cwd=folder, stdin=nobody, capture_output=True, text=True, timeout=120)
 
 
 def answers_of(command: str) -> dict[str, str]:
@@ -35,8 +80,8 @@ def retry(folder: Path, rejected: subprocess.CompletedProcess[str]) -> Path:
     assert rejected.returncode == 1
     error, command = rejected.stderr.splitlines()
     assert error.startswith("error: ") and not rejected.stdout and not list(folder.iterdir())
-    words = [COOKIECUTTER, *shlex.split(command)[1:]]
-    result = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    words, home = [COOKIECUTTER, *shlex.split(command)[1:]], os.environ | {"HOME": str(folder.parent)}
+    result = subprocess.run(words, cwd=folder, env=home, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return only_project(folder)
 

@@ -155,7 +155,7 @@ def combinations() -> Iterable[dict[str, Any]]:
 
 def refusal(answers: dict[str, Any]) -> tuple[str, str, Any] | None:
     """Return which choice another one refuses, why, and a better one."""
-    return check_answers.find_refusal({name: CONTEXT[name] for name in CONTEXT} | answers, CONTEXT)
+    return check_answers.find_refusal(CONTEXT | answers)
 
 
 def derive(**answers: Any) -> dict[str, Any]:

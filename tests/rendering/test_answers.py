@@ -7,10 +7,13 @@ import keyword
 import os
 import re
 import sys
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
-from asking import ask, check_project, only_project, recorded, retry
+from asking import ask, call, check_project, configure, edit_replay, only_project, recorded, replay, retry
 from conftest import BIN, CHOICES, TEMPLATE, Bake, read_tree, run
 from cookiecutter.main import cookiecutter
 from packaging.utils import canonicalize_name
@@ -20,7 +23,6 @@ import check_answers
 
 LIMIT = check_answers.SLUG_LIMIT
 RESERVED = json.loads((TEMPLATE / "reserved.json").read_text())
-PACKAGES, FILES = RESERVED  # The reasons.
 PYTHON = {canonicalize_name(name) for name in sys.stdlib_module_names}
 SLUG = "[a-z][a-z0-9]*(-[a-z0-9]+)*"
 # Names, each with the slug that is offered for it.
@@ -39,8 +41,12 @@ DEFAULT_SLUGS = {
 }
 REJECTED = [
     *[("project_slug", slug, "existing module") for slug in ("Json", "PIL", "Typing_Extensions", "test_split")],
+    *[("project_slug", slug, "imports if it is there; a name of your own works") for slug in ("attrs", "attr", "dill")],
+    *[("project_slug", slug, "Python") for slug in ("sitecustomize", "distutils", "compression")],
+    *[("project_slug", slug, "a device on Windows") for slug in ("con", "NUL", "com1", "lpt9")],
+    ("project_slug", "node_modules", "ruff skips"),
     ("project_slug", "class", "keyword"),
-    *[("project_slug", slug, "letters and digits") for slug in ("3d-vision", "/etc/x", "..", "{{ 'abc' }}")],
+    *[("project_slug", slug, "letters and digits") for slug in ("3d-vision", "/etc/x", "..", "x.", "-x", "{{ 1 }}")],
     ("project_slug", "x" * (LIMIT + 1), "longer than"),
     *[(question, "", "empty") for question in ("project_slug", "project_name", "description", "author")],
     ("project_name", "\u3000\u200d\xa0", "empty"),
@@ -48,6 +54,34 @@ REJECTED = [
     ("project_name", os.fsdecode(b"caf\xe9"), "control character"),  # Not UTF-8.
     ("author", "A\x1b[31m", "control character"),
 ]
+# What a file can hold beside texts, and a replay even if cookiecutter would not have taken it.
+FILED = [
+    *[
+        (configure, question, None, "not text")
+        for question in ("project_name", "project_slug", "description", "author")
+    ],
+    (configure, "author", True, "not text"),
+    (configure, "project_name", {"a": "b"}, "not text"),
+    *[(configure, "docker", answer, "neither true nor false") for answer in (None, {}, 0)],
+    *[(replay, "author", answer, "not text") for answer in (None, 5, ["A"], {"a": "b"})],
+    (replay, "author", "two\nlines", "line break"),
+    *[(replay, "project_slug", slug, "letters and digits") for slug in ("../evil", "/tmp/evil", "x" * 500 + "/")],
+    (replay, "project_slug", "torch", "existing module"),
+    *[
+        (replay, "parallelism", choice, "not one of ddp, fsdp,")
+        for choice in ("nope", "../parallelism/ddp", None, ["ddp"])
+    ],
+    (replay, "docker", "maybe", "neither true nor false"),
+]
+# What follows from the answers, as a replay may hold it; and what an older version of the template did not record.
+DERIVED = {
+    "__package": "../x",
+    "__year": "1\n2",
+    "_version": "0.1",
+    "_copy_without_render": None,
+    "_jinja2_env_vars": {},
+}
+RECORDED = ("__text", "__checked", "_extensions", *DERIVED)
 ACCEPTED = [
     'The "best" one',
     "It's mine",
@@ -68,6 +102,10 @@ ACCEPTED = [
     "---",
     "\xa0\u3000 blanks around ",
     "x" * 500,
+    "-x",
+    "~/../.. con.",
+    "null",
+    "[no, 1e3]: *a &b",
 ]
 REFUSED = [
     {path.parent.parent.name: path.parent.name, question: choice}
@@ -85,6 +123,18 @@ def test_an_answer_that_cannot_work_is_rejected_with_a_command_that_works(
     message = result.stderr.splitlines()[0]
     assert message.startswith(f"error: {question} is {answer!r}, which ") and reason in message
     assert recorded(retry(tmp_path, result))["launcher"] == "spawn"  # The other answers are kept.
+
+
+@pytest.mark.parametrize(("way", "question", "answer", "reason"), FILED)
+def test_an_answer_in_a_file_is_rejected_in_the_same_way(
+    way: Callable[..., CompletedProcess[str]], question: str, answer: object, reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    result = way(folder, launcher="spawn", **{question: answer})
+    message = result.stderr.splitlines()[0]
+    assert message.startswith(f"error: {question} is ") and reason in message and len(message) < 300
+    assert recorded(retry(folder, result))["launcher"] == "spawn"
 
 
 @pytest.mark.parametrize("answers", REFUSED, ids=str)
@@ -164,8 +214,19 @@ def test_rendering_depends_only_on_the_answers(bake: Bake, tmp_path: Path) -> No
     assert first == read_tree(Path(replayed)) == read_tree(Path(bare))
 
 
+@pytest.mark.parametrize(("changes", "without"), [(DERIVED, ()), ({}, RECORDED)], ids=["edited", "missing"])
+def test_what_follows_from_the_answers_is_derived_again_by_a_replay(
+    changes: dict[str, object], without: Iterable[str], bake: Bake, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    result = call(folder, "--replay-file", str(edit_replay(folder, {"author": "{{ 1 }}", **changes}, without)))
+    assert result.returncode == 0, result.stderr
+    assert read_tree(only_project(folder)) == read_tree(bake(author="{{ 1 }}"))
+
+
 def test_no_slug_is_the_name_of_a_module_and_the_better_one_works() -> None:
     answers = derive()
-    for name in filter(re.compile(SLUG).fullmatch, [*RESERVED[PACKAGES], *RESERVED[FILES], *PYTHON, *keyword.kwlist]):
+    for name in filter(re.compile(SLUG).fullmatch, [*chain(*RESERVED.values()), *PYTHON, *keyword.kwlist]):
         fault = check_answers.find_fault(answers | {"project_slug": name})
         assert fault and check_answers.find_fault(answers | {"project_slug": fault[2]}) is None, name

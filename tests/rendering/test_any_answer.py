@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import answers_of, ask, check_project, only_project, retry
+from asking import answers_of, ask, check_project, configure, only_project, replay, retry
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from renders import derive
@@ -64,6 +65,14 @@ def test_the_command_is_the_one_that_was_given_with_other_answers(defaults: dict
     assert check_answers.command(answers, ["/bin/cruft", "create", "gh:a/fork"]) == "project_slug=my-torch"
 
 
+@pytest.mark.parametrize("record", [["--replay"], ["--replay-file", "a.json"], ["--replay-file=a.json"]], ids=str)
+def test_the_command_replays_nothing(defaults: dict[str, Any], record: list[str]) -> None:
+    """cookiecutter takes no answers in addition; the name of a folder may be that of a question."""
+    words = ["cookiecutter", "gh:a/fork", *record, "-o", "task"]
+    command = shlex.split(check_answers.command(defaults | {"project_slug": "../x"}, words))
+    assert command[:5] == ["cookiecutter", "gh:a/fork", "-o", "task", "--no-input"] and "project_slug=x" in command
+
+
 @settings(PROPERTY, max_examples=80)
 @given(name=ANY_TEXT | RESERVED)
 @example("&#99999999999999999999;")
@@ -93,16 +102,20 @@ def fits_a_command(text: str) -> bool:
     return "\0" not in text and not re.search("[\ud800-\udfff]", text)
 
 
-@settings(PROPERTY, max_examples=15, suppress_health_check=list(HealthCheck))
-@given(texts=st.tuples(*[(ANY_SLUG if "slug" in name else ANY_TEXT).filter(fits_a_command) for name in QUESTIONS]))
-def test_any_text_is_rejected_or_rendered_as_it_is(texts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("way", [ask, configure, replay])
+@settings(PROPERTY, max_examples=6, suppress_health_check=list(HealthCheck))
+@given(texts=st.tuples(*[ANY_SLUG if "slug" in name else ANY_TEXT for name in QUESTIONS]))
+def test_any_text_is_rejected_or_rendered_as_it_is(way: Callable[..., Any], texts: tuple[str, ...]) -> None:
+    assume(way is not ask or all(map(fits_a_command, texts)))
     answers = dict(zip(QUESTIONS, texts, strict=True))
-    with tempfile.TemporaryDirectory() as folder:
-        result = ask(Path(folder), **answers, docker="true", cluster="kubernetes")
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "folder")
+        folder.mkdir()
+        result = way(folder, **answers, docker=True, cluster="kubernetes")
         if result.returncode == 0:
-            project = only_project(Path(folder))
+            project = only_project(folder)
         else:
-            project = retry(Path(folder), result)
+            project = retry(folder, result)
             better = answers_of(result.stderr.splitlines()[1])
             answers = {name: better[name] for name in QUESTIONS}
         check_project(project, **answers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -59,6 +60,31 @@ def test_an_update_applies_template_changes_and_new_answers(repository: Path, pr
     assert updated.pop("src/my_experiment/own.py")
     edited = expected["src/my_experiment/optim.py"].replace(b"fused=True", b"fused=False")
     assert updated == expected | {"src/my_experiment/optim.py": edited}
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "better"), [("project_slug", "../x", "x"), ("author", None, "Your Name")]
+)
+def test_an_update_rejects_what_was_edited_in_the_answers_that_cruft_keeps(
+    repository: Path, project: Path, question: str, answer: object, better: str
+) -> None:
+    (repository / PROJECT / "new.txt").touch()
+    commit(repository)
+    file = project / ".cruft.json"
+    state = json.loads(file.read_text())
+    state["context"]["cookiecutter"] |= {question: answer, "__package": "../y"}
+    file.write_text(json.dumps(state))
+    commit(project)
+    before = read_tree(project.parent)
+    words = [CRUFT, "update", "--skip-apply-ask"]
+    result = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    error, advice = result.stderr.splitlines()[-2:]
+    assert (
+        error.startswith(f"error: {question} is {answer!r}, which ")
+        and advice == f"  {shlex.quote(f'{question}={better}')}"
+    )
+    assert read_tree(project.parent) == before
 
 
 def test_an_update_loads_the_checks_of_each_version_that_it_renders(repository: Path, project: Path) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pexpect
-from asking import COOKIECUTTER, recorded
+from asking import COOKIECUTTER, edit_replay, recorded
 from conftest import CHOICES, CONTEXT, QUESTIONS, TEMPLATE
 
 PROMPT = r"\)(?:\x1b\[[\d;]*m)*: "  # The end of the default, which is in parentheses and colored.
@@ -62,6 +62,22 @@ def test_a_question_is_asked_again_after_an_invalid_choice(tmp_path: Path) -> No
     child.expect("(?i)select one of the available options")
     child.close(force=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_question_that_a_replay_lacks_is_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    record = edit_replay(folder, {}, without=["project_slug", "launcher"])
+    words = [str(TEMPLATE), "--replay-file", str(record)]
+    child = pexpect.spawn(COOKIECUTTER, words, cwd=str(folder), encoding="utf-8", timeout=60)
+    for name, answer in (("project_slug", "mine"), ("launcher", "2")):
+        label = CONTEXT["__prompts__"][name]
+        child.expect_exact(label if isinstance(label, str) else label["__prompt__"])
+        child.expect(PROMPT)
+        child.sendline(answer)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0 and recorded(folder / "mine")["launcher"] == "spawn"
 
 
 def test_a_rejected_answer_gets_one_line_and_a_command_with_all_the_others(tmp_path: Path) -> None:
