@@ -18,6 +18,7 @@ import time
 import unicodedata
 from pathlib import Path
 
+from cookiecutter.cli import main as cli
 from jinja2 import pass_context
 from jinja2.ext import Extension
 from slugify import slugify
@@ -54,6 +55,10 @@ class CheckAnswers(Extension):
         self.templates = None
         if not questions().keys() <= answers.keys():
             return ""  # A mapping comes last; what a replay lacks comes alone. The folder's name is checked next.
+        unknown = [name for name in given(sys.argv) if name not in read_json("cookiecutter.json")]
+        if unknown:  # cookiecutter ignores them.
+            known = ", ".join(questions())
+            sys.exit(f"error: {unknown[0]} is none of the questions {known}. Try:\n  {command(answers, sys.argv)}")
         fault = find_fault(answers)
         if fault is None:
             answers.update(derive(answers))
@@ -204,17 +209,34 @@ def command(answers, words):
     better = dict(answers)
     while (fault := find_fault(better)) is not None:
         better[fault[0]] = fault[2]
-    program = Path(words[0])
-    if "cookiecutter" not in (program.stem, program.parent.name):  # The second one is for `python -m cookiecutter`.
+    if not is_cookiecutter(words[0]):
         return shlex.join(f"{name}={better[name]}" for name in questions() if better[name] != answers[name])
     files, added = ["--replay-file"], ["--no-input"]
     if any(isinstance(value, str) and isinstance(answers[name], bool) for name, value in questions().items()):
         # If the user's settings have yes or no in place of a text, cookiecutter takes no text.
         files, added = [*files, "--config-file"], ["--default-config", *added]
-    dropped = [*(f"{name}=" for name in questions()), "--no-input$", "--replay$", *(f"{name}(=|$)" for name in files)]
+    dropped = "|".join(["--no-input$", "--replay$", *(f"{name}(=|$)" for name in files)])
     kept = [
         word
         for before, word in itertools.pairwise(words)
-        if before not in files and not re.match("|".join(dropped), word)
+        if before not in files and not re.match(dropped, word) and not is_answer(before, word)
     ]
     return shlex.join(["cookiecutter", *kept, *added, *(f"{name}={better[name]}" for name in questions())])
+
+
+def given(words):
+    """Return the names of the answers on cookiecutter's command line."""
+    pairs = itertools.pairwise(words) if is_cookiecutter(words[0]) else []
+    return [word.partition("=")[0] for before, word in pairs if is_answer(before, word)]
+
+
+def is_cookiecutter(program):
+    """Return whether a program is cookiecutter's command, by that name or as `python -m cookiecutter`."""
+    path = Path(program)
+    return "cookiecutter" in (path.stem, path.parent.name)
+
+
+def is_answer(before, word):
+    """Return whether a word is NAME=VALUE, and not what belongs to an option before it."""
+    options = [name for option in cli.params if not getattr(option, "is_flag", True) for name in option.opts]
+    return re.match(r"\w+=", word) is not None and before not in options

@@ -120,6 +120,7 @@ def test_an_answer_that_cannot_work_is_rejected_with_a_command_that_works(
     question: str, answer: str, reason: str, tmp_path: Path
 ) -> None:
     result = ask(tmp_path, launcher="spawn", **{question: answer})
+    assert result.returncode == 1
     message = result.stderr.splitlines()[0]
     assert message.startswith(f"error: {question} is {answer!r}, which ") and reason in message
     assert recorded(retry(tmp_path, result))["launcher"] == "spawn"  # The other answers are kept.
@@ -132,6 +133,7 @@ def test_an_answer_in_a_file_is_rejected_in_the_same_way(
     folder = tmp_path / "folder"
     folder.mkdir()
     result = way(folder, launcher="spawn", **{question: answer})
+    assert result.returncode == 1
     message = result.stderr.splitlines()[0]
     assert message.startswith(f"error: {question} is ") and reason in message and len(message) < 300
     assert recorded(retry(folder, result))["launcher"] == "spawn"
@@ -146,6 +148,13 @@ def test_choices_that_do_not_fit_are_rejected_with_a_command_that_works(
     assert result.stderr.startswith(f"error: {refused} is {answers[refused]!r}, which "), result.stderr
     choices = recorded(retry(tmp_path, result))
     assert choices[owner] == answers[owner] and choices[refused] != answers[refused]
+
+
+@pytest.mark.parametrize("name", ["paralelism", "Task", "__package"])
+def test_an_answer_to_no_question_is_rejected_with_a_command_that_works(name: str, tmp_path: Path) -> None:
+    result = ask(tmp_path, launcher="spawn", **{name: "../x"})
+    assert result.stderr.startswith(f"error: {name} is none of the questions project_name, project_slug, ")
+    assert recorded(retry(tmp_path, result))["launcher"] == "spawn"
 
 
 @pytest.mark.parametrize("question", CHOICES)

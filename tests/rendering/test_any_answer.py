@@ -58,8 +58,8 @@ def test_a_rejected_answer_comes_with_a_command_that_works(
 
 def test_the_command_is_the_one_that_was_given_with_other_answers(defaults: dict[str, Any]) -> None:
     answers = defaults | {"project_slug": "torch"}
-    words = ["/bin/cookiecutter", "gh:a/fork", "--checkout", "v1", "project_slug=torch", "--output-dir", "my projects"]
-    expected = ["cookiecutter", "gh:a/fork", "--checkout", "v1", "--output-dir", "my projects", "--no-input"]
+    words = ["/bin/cookiecutter", "gh:a/fork", "--checkout", "v1", "project_slug=torch", "--output-dir", "task=x y"]
+    expected = ["cookiecutter", "gh:a/fork", "--checkout", "v1", "--output-dir", "task=x y", "--no-input"]
     command = shlex.split(check_answers.command(answers, words))
     assert command[: len(expected)] == expected and "project_slug=my-torch" in command
     assert check_answers.command(answers, ["/bin/cruft", "create", "gh:a/fork"]) == "project_slug=my-torch"
