@@ -1,22 +1,20 @@
 """The command line: ``scripts/launch.sh train --optim.lr 1e-3``; ``train --help`` lists all settings."""
 
+import argparse
 import os
 import sys
-from argparse import ArgumentError
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+from jsonargparse import ArgumentParser, Namespace
 #:: if file("task", "generate.py") or fact("shards") ::#
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 #:: endif ::#
 
 from .config import CheckpointConfig, Config, UserError
 
-SECTIONS = get_type_hints(Config)
 COMMANDS: dict[str, tuple[str, set[str]]] = {  # What each does, and its options; with an output, it takes no settings.
     "train": ("train, or resume run.dir", set()),
     "evaluate": ("print the metrics of a checkpoint on the test set", {"checkpoint"}),
@@ -36,8 +34,7 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {  # What each does, and its options
 
 def build_parser(default_files: list[str]) -> ArgumentParser:
     """Build the parser of all subcommands; it raises an ArgumentError, which is printed as one line."""
-    set_loader("yaml", partial(load_strictly, get_loader("yaml")), exceptions=(yaml.YAMLError,))
-    parser = ArgumentParser(prog=__package__, exit_on_error=False)
+    parser = ArgumentParser(prog=__package__, exit_on_error=False, allow_abbrev=False)
     commands = parser.add_subcommands(required=True, dest="command")
     for name, (text, options) in COMMANDS.items():
         command = ArgumentParser(exit_on_error=False)
@@ -46,9 +43,7 @@ def build_parser(default_files: list[str]) -> ArgumentParser:
         else:
             command.default_config_files = default_files
             command.add_argument("--config", action="config", help="A YAML file; default: configs/default.yaml.")
-            for section, kind in SECTIONS.items():
-                if section not in options:  # Such as checkpoint, which is an option of some commands.
-                    command.add_class_arguments(kind, section)
+            command.add_class_arguments(Config, skip=options)  # Such as checkpoint, an option of some commands.
         if "runs" in options:
             command.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
         if "checkpoint" in options:  # In a file of settings, there is a section of that name.
@@ -62,31 +57,39 @@ def build_parser(default_files: list[str]) -> ArgumentParser:
         #:: if fact("shards") ::#
         if "ranks" in options:
             command.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
-            command.add_argument("--memory", type=NonNegativeFloat, help="GiB of a device.")
+            command.add_argument("--memory", type=NonNegativeFloat | None, default=None, help="GiB of a device.")
         #:: endif ::#
         commands.add_subcommand(name, command, help=text)
     return parser
 
 
-def load_strictly(load: Callable[[str], Any], text: str) -> Any:
-    """Load YAML, and reject a key that is given twice, of which only the last would count."""
-    nodes = [yaml.compose(text, yaml.SafeLoader)]
-    for node in nodes:
-        if isinstance(node, yaml.MappingNode):
-            names = [key.value for key, _ in node.value]
-            if repeated := [name for name in names if names.count(name) > 1]:
-                raise UserError(f"{repeated[0]} is given twice in one section of the YAML; keep one of them")
-            nodes += [value for _, value in node.value]
-    return load(text)
+def yaml_in_utf8(path: str) -> list[str]:
+    """Return the pattern of a file of settings, if it has any; rejects other YAML, and a key that is given twice."""
+    with open(path, encoding="utf-8") as file:
+        top = yaml.compose(file, yaml.SafeLoader)
+    nodes = [(path, top)] if top and not top.tag.endswith(":null") else []
+    for where, node in nodes:
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"{where} has to hold settings by name, as configs/default.yaml does")
+        names = [key.value for key, _ in node.value]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{repeated[0]} is given twice in {where}; keep one of them")
+        nodes += [(f"{key.value} in {path}", value) for key, value in node.value if node is top]
+    return [escape(path)] if nodes else []
 
 
 def parse(argv: Sequence[str]) -> tuple[str, Config, Namespace]:
     """Return the subcommand, the settings, and the other options."""
-    names_file = any(word.split("=")[0] == "--config" for word in argv)
-    parser = build_parser([] if names_file else [str(Path(__file__).parents[2] / "configs" / "default.yaml")])
-    parsed = parser.instantiate(parser.parse_args(argv))
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    default = Path(__file__).parents[2] / "configs" / "default.yaml"  # No wheel has it.
+    finder.add_argument("--config", type=yaml_in_utf8, default=str(default) if default.exists() else [])
+    found, words = finder.parse_known_args(argv)
+    if sum(word.split("=")[0] == "--config" for word in argv) > 1:
+        raise UserError("--config is given twice; name one file")
+    parser = build_parser(found.config)
+    parsed = parser.instantiate(parser.parse_args(words))
     options = parsed[parsed.command]
-    settings = {name: options[name] for name, kind in SECTIONS.items() if isinstance(options.get(name), kind)}
+    settings = {key: options[key] for key, part in vars(Config()).items() if isinstance(options.get(key), type(part))}
     return parsed.command, Config(**settings), options
 
 
@@ -124,8 +127,7 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
             stopped = Trainer(config, process).run()
         #:: if file("task", "generate.py") ::#
         elif name == "generate":
-            words = (options.prompt, options.length, options.temperature)
-            generate(options.checkpoint, *words, config, given, process)
+            generate(options.checkpoint, options.prompt, options.length, options.temperature, config, given, process)
         #:: endif ::#
         else:
             evaluate(options.checkpoint, config, given, process)
@@ -139,15 +141,17 @@ def main(argv: Sequence[str]) -> None:
     words = [word for word in argv if word != "--preflight"]
     try:
         name, config, options = parse(words)
-        if "checkpoint" in COMMANDS[name][1] and not Path(str(options.checkpoint)).exists():
+        if "checkpoint" in COMMANDS[name][1] and not os.path.exists(str(options.checkpoint)):
             raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")
-        #:: if fact("shards") ::#
-        if name == "estimate":
-            config.check(options.ranks, trains=True)
-            return run(name, config, options, given=set())
-        #:: endif ::#
+        folder = next(filter(Path.exists, Path(config.run.dir, "-").absolute().parents))  # It, or where it would be.
+        if name == "train" and os.environ.get("NODE_RANK", "0") == "0" and not os.access(f"{folder}/", os.W_OK):
+            raise UserError(f"run.dir is {config.run.dir}, but {folder} is no folder to write to; give another run.dir")
         if "output" not in COMMANDS[name][1]:
+            #:: if fact("shards") ::#
+            config.check(int(options.get("ranks") or os.environ.get("WORLD_SIZE", 1)), name in ("train", "estimate"))
+            #:: else ::#
             config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
+            #:: endif ::#
         if len(words) == len(argv):
             run(name, config, options, given={word[2:].split("=")[0] for word in words if word[:2] == "--"})
         #:: if file("cluster", "README.md") ::#
@@ -156,7 +160,7 @@ def main(argv: Sequence[str]) -> None:
 
             sys.exit(meet())
         #:: endif ::#
-    except (UserError, ArgumentError, OSError) as error:
+    except (UserError, argparse.ArgumentError, OSError, RecursionError, yaml.YAMLError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jsonargparse import set_parsing_settings
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+set_parsing_settings(docstring_parse_attribute_docstrings=True, unset_sentinel=True)  # Then null is a value.
 
 
 class UserError(Exception):
@@ -144,10 +144,11 @@ class Config:
         """Reject values that cannot work; numbers are positive, or zero where that is the default."""
         for section, settings in vars(self).items():
             for name, value in vars(settings).items():
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                cap = {"num_workers": 1024, "timeout_seconds": 1e9}.get(name, 2**63 if type(value) is int else math.inf)
                 is_zero_by_default = value == 0 and getattr(type(settings), name) == 0
-                if value == "" or (is_number and not (0 < value < math.inf or is_zero_by_default)):
-                    raise UserError(f"{section}.{name} is {value!r}; give a {'text' if value == '' else 'number > 0'}")
+                if value == "" or (type(value) in (int, float) and not (0 < value < cap or is_zero_by_default)):
+                    wanted = "text" if value == "" else f"number > 0 and < {cap:g}"
+                    raise UserError(f"{section}.{name} is {value!r}; give a {wanted}")
         for name, path in {**self.files(), "checkpoint.resume": self.checkpoint.resume}.items():
             if path not in ("auto", "never") and not Path(path).exists() and (trains or name != "model.weights"):
                 raise UserError(f"{name} is {path}: no such file")
@@ -157,8 +158,5 @@ class Config:
         self.model.check()
         self.parallel.check(self, world_size)
         batch, dp_size = self.data.global_batch_size, self.parallel.dp_size(world_size)
-        unit = dp_size * self.train.microbatches
-        if trains and batch % unit:
-            fits = " or ".join(map(str, sorted({max(1, batch // unit) * unit, -(-batch // unit) * unit})))
-            parts = f"{dp_size} local batch(es) of {self.train.microbatches} micro-batch(es)"
-            raise UserError(f"data.global_batch_size is {batch}, which does not divide into {parts}; {fits} would")
+        if trains and batch % (unit := dp_size * self.train.microbatches):
+            raise UserError(f"data.global_batch_size is {batch}; give a multiple of {unit} (local x micro-batches)")
