@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Bake, edit, find_processes, launch, read_losses, read_records, run, started, wait_until
+from conftest import BIN, Bake, edit, find_processes, launch, read_losses, read_records, run, started, wait_until
 from ranks import FAULTS, measure
 
 pytestmark = pytest.mark.long
@@ -55,6 +55,61 @@ def refuse(project: Path, *words: str) -> str:
     result = launch(project, *SMALL, "--run.dir", "run", *words, code=2)
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
     return result.stderr
+
+
+BELOW_A_FILE = "--run.dir=README.md/run"
+MISTAKES: list[tuple[bytes, list[str], str]] = [  # A file of settings, words of the command line, what is named.
+    (b"optim: 3", [], "optim in "),
+    (b"optim: [{lr: 1}]", [], "optim in "),
+    (b"optim.lr: 1", [], "optim.lr in "),
+    (b"- optim", [], "mine.yaml"),
+    (b"optim:\n\tlr: 1", [], 'mine.yaml", line 2'),
+    (b"optim:\n  lr: \0", [], "mine.yaml"),
+    (b"optim:\n  lr: \xff", [], "mine.yaml"),
+    (b"optim: &a\n  lr: *a", [], "optim.lr"),
+    (b"optim:\n  betas: null", [], "optim.betas"),
+    (b"optim:\n  lr: .nan", [], "optim.lr"),
+    (b"optim:\n  lr: 1\n  lr: 1", [], "lr is given twice in optim"),
+    (b"optim: " + b"{a: " * 3000 + b"}" * 3000, [], "recursion"),
+    (b"", ["--optim.betas", '[0.9, "x"]'], "optim.betas"),
+    (b"", ["--data.eval_batch_size", "1" + "0" * 30], "data.eval_batch_size"),
+    (b"", ["--data.num_workers", "1000000000"], "data.num_workers"),
+    (b"", ["--distributed.timeout_seconds", "1e15"], "distributed.timeout_seconds"),
+    (b"", ["--run.dir="], "run.dir"),
+    (b"", ["--run.dir=README.md"], "run.dir"),
+    (b"", [BELOW_A_FILE], "run.dir"),
+]
+
+
+def test_mistakes_in_settings_are_named_before_pytorch_is_imported(bake: Bake) -> None:
+    project = bake()
+    (project / "torch.py").write_text("raise SystemExit('PyTorch was imported')")  # The current folder comes first.
+    (package,) = (project / "src").iterdir()
+    command = [BIN / "python", "-m", package.name, "train", "--config", "mine.yaml"]
+    (project / "mine.yaml").write_text("optim:\n  lr: 1e-3\n")
+    assert "PyTorch was imported" in run(*command, cwd=project, code=1, PYTHONPATH="src").stderr
+    for content, words, named in MISTAKES:
+        (project / "mine.yaml").write_bytes(content)
+        err = run(*command, *words, cwd=project, code=2, PYTHONPATH="src").stderr
+        assert err.startswith("error: ") and err.count("\n") == 1 and named in err, (content, words, err)
+
+
+def test_a_run_dir_that_cannot_be_written_is_refused_but_where_nothing_is_written(bake: Bake) -> None:
+    project = bake()
+    assert "run.dir is README.md/run, but " in refuse(project, BELOW_A_FILE)
+    (package,) = (project / "src").iterdir()
+    command = [BIN / "python", "-m", package.name, "--preflight"]
+    run(*command, "train", BELOW_A_FILE, cwd=project, PYTHONPATH="src", NODE_RANK="1")
+    run(*command, "evaluate", BELOW_A_FILE, "--checkpoint", "configs", cwd=project, PYTHONPATH="src")
+
+
+@pytest.mark.parametrize("content", ["", "# Nothing yet.\n", "---\n", "{}\n"])
+def test_a_file_without_settings_means_the_defaults(bake: Bake, content: str) -> None:
+    project = bake("[a] folder*")  # Which is no pattern.
+    words = ["train", "--print_config"]
+    assert "lr: 0.004" in launch(project, *words).stdout
+    (project / "mine.yaml").write_text(content)
+    assert "lr: 0.001" in launch(project, *words, "--config", "mine.yaml").stdout
 
 
 def load(run_dir: Path) -> dict[str, Any]:

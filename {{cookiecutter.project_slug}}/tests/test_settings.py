@@ -13,6 +13,10 @@ from support import launch
         (["train", "--optim.learning_rate", "1"], "--optim.learning_rate"),
         (["train", "--optim.lr", "fast"], "optim.lr"),
         (["train", "--optim.lr", "inf"], "optim.lr"),
+        (["train", "--optim.l", "1"], "--optim.l"),
+        (["train", "--optim.betas", "[0.9]"], "optim.betas"),
+        (["train", "--run.seed", str(2**63)], "run.seed"),
+        (["train", "--run.dir", "{}/wrong.yaml/run"], "run.dir"),
         (["train", "--train.epochs", "0"], "train.epochs"),
         (["train", "--train.precision", "fp64"], "train.precision"),
         (["train", "--data.global_batch_size", "63", "--train.microbatches", "4"], "data.global_batch_size"),
@@ -20,6 +24,10 @@ from support import launch
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["train", "--config", "{}/wrong.yaml"], "train.epoch'"),
         (["train", "--config", "{}/twice.yaml"], "train is given twice"),
+        (["train", "--config", "{}/null.yaml"], 'optim.lr"'),
+        (["train", "--config", "{}/section.yaml"], "optim in"),
+        (["train", "--config", "{}/utf16.yaml"], "utf16.yaml"),
+        (["train", "--config", "{}/null.yaml", "--config={}/null.yaml"], "--config is given twice"),
         (["evaluate"], "checkpoint"),
         (["evaluate", "--checkpoint", "nowhere.pt"], "nowhere.pt"),
         (["trian"], "trian"),
@@ -29,8 +37,11 @@ from support import launch
 def test_a_mistake_is_reported_in_one_line(tmp_path: Path, words: list[str], named: str) -> None:
     (tmp_path / "wrong.yaml").write_text("train:\n  epoch: 3\n")
     (tmp_path / "twice.yaml").write_text("train:\n  epochs: 3\ntrain:\n  max_steps: 2\n")
-    arguments = [word.format(tmp_path) for word in words]
+    (tmp_path / "null.yaml").write_text("optim:\n  lr: null\n")
+    (tmp_path / "section.yaml").write_text("optim:\n")
+    (tmp_path / "utf16.yaml").write_text("optim:\n  lr: 1\n", "utf-16")
+    command, *arguments = [word.format(tmp_path) for word in words]
     run = ["--run.dir", str(tmp_path / "run")] if words != ["trian"] else []
-    _, err = launch(*arguments, *run, code=2)
+    _, err = launch(command, *run, *arguments, code=2)
     assert err.count("\n") == 1 and err.startswith("error: ") and named in err, err
     assert not (tmp_path / "run").exists()
