@@ -51,7 +51,7 @@ def train(package: Path, task: str, settings: Settings) -> Result:
         record = {"step": step + 1, "epoch": epoch, "loss": loss.item(), "lr": lr, "grad_norm": norm}
         result.records.append(record)
         if (step + 1) % settings["train.eval_every"] == 0:
-            metrics = evaluate(model, *DATA[task](package, settings, "test", 0))
+            metrics = evaluate(model, *DATA[task](package, settings, "validation", 0))
             result.evaluations.append({"step": step + 1, **metrics})
     result.weights = dict(model.state_dict())
     return result
@@ -89,9 +89,15 @@ def seed_of(*key: int | str) -> int:
 
 
 def digits(package: Path, settings: Settings, split: str, epoch: int) -> tuple[Tensor, Tensor]:
-    """Return all images of a split, shifted down and right by what is drawn for (seed, epoch, index), and labels."""
+    """Return all images of a split, shifted down and right by what is drawn for (seed, epoch, index), and labels.
+
+    The first 237 of a permutation by the seed are for validation.
+    """
+    torch.manual_seed(settings["run.seed"])
+    order = torch.randperm(1437).numpy()
+    chosen = {"train": order[237:], "validation": order[:237]}[split]
     with np.load(package / "digits.npz") as arrays:
-        images, labels = arrays[f"{split}_images"] / 16, arrays[f"{split}_labels"].astype(np.int64)
+        images, labels = arrays["train_images"][chosen] / 16, arrays["train_labels"][chosen].astype(np.int64)
     shift = settings["dataset.max_shift"] if split == "train" else 0
     padded = np.pad(images, ((0, 0), (shift, shift), (shift, shift)))
     for index in range(len(images) if shift else 0):
@@ -102,10 +108,10 @@ def digits(package: Path, settings: Settings, split: str, epoch: int) -> tuple[T
 
 
 def language(package: Path, settings: Settings, split: str, epoch: int) -> tuple[Tensor, Tensor]:
-    """Return all windows of a split, and the byte after each of their bytes; the test split is the end of the text."""
+    """Return all windows of a split, and the byte after each of their bytes; two parts at the end are for others."""
     text = np.fromfile(settings["dataset.path"], np.uint8)[: settings["dataset.max_bytes"]].astype(np.int64)
-    middle, context = len(text) - settings["dataset.test_bytes"], settings["model.context"]
-    part = torch.from_numpy(text[:middle] if split == "train" else text[middle:])
+    size, context = settings["dataset.test_bytes"], settings["model.context"]
+    part = torch.from_numpy(text[: -2 * size] if split == "train" else text[-2 * size : -size])
     used = (len(part) - 1) // context * context
     return part[:used].view(-1, context), part[1 : used + 1].view(-1, context)
 

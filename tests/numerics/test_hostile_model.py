@@ -19,7 +19,7 @@ SETTINGS = {
     "data.global_batch_size": 32,
     "dataset.path": argparse.__file__,
     "dataset.max_bytes": 21_000,
-    "dataset.test_bytes": 9_000,
+    "dataset.test_bytes": 4_500,
     "model.width": 32,
     "model.layers": 2,
     "model.heads": 4,

@@ -107,7 +107,7 @@ def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tm
     assert f"step {resumed} of {STEPS}" in result.stdout and "warning" not in result.stderr
 
     points, settings = READERS[service](folder)
-    for event, split, name, every in (("train", "train", "loss", 1), ("eval", "test", "accuracy", SAVED)):
+    for event, split, name, every in (("train", "train", "loss", 1), ("eval", "validation", "accuracy", SAVED)):
         records = [record for record in read_records(folder) if record["event"] == event]
         assert [record["step"] for record in records] == [*range(every, STEPS + 1, every)]
         expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in records]

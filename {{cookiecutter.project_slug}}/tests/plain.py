@@ -27,7 +27,7 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
     """Train for a number of steps; returns what a run has to log of each, and the final weights."""
     dataset, optim, records = module("dataset"), config.optim, []
     seed_everything(config.run.seed)
-    train_set, _ = dataset.build_datasets(config)
+    train_set, *_ = dataset.build_datasets(config)
     task = module("task").Task(config, torch.device("cpu"))
     seed_everything(config.run.seed)
     model = module("model").build_model(config.model)
@@ -36,7 +36,7 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
     end = config.train.epochs * (len(train_set) // config.data.global_batch_size)
     for step, (inputs, targets) in enumerate(islice(batches(dataset, train_set, config), steps)):
         inputs, targets = task.prepare(inputs, targets)
-        loss = task.losses(model(inputs), targets)["loss"] / task.weight(targets)
+        loss = task.losses(model(inputs), targets)["loss"] / max(task.weight(targets), 1e-30)
         gradients = torch.autograd.grad(loss, parameters)
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
         lr, scale = learning_rate(step, end, optim), min(1.0, config.train.clip_grad_norm / norm)

@@ -79,7 +79,7 @@ def test_changed_settings_act_from_the_first_step(tmp_path: Path) -> None:
     assert "changed: optim.lr from 0.001 to 0.0005" in out
     eighth, config = read_records(tmp_path)[7], settings(*changes)
     assert eighth["step"] == 8
-    train_set, _ = plain.module("dataset").build_datasets(config)
+    train_set, *_ = plain.module("dataset").build_datasets(config)
     steps = config.train.epochs * (len(train_set) // config.data.global_batch_size)
     assert eighth["lr"] == pytest.approx(plain.learning_rate(7, steps, config.optim), rel=1e-12)
 

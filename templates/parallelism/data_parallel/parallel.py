@@ -4,6 +4,7 @@ Each accelerator computes a part of the batch; outputs and gradients return to t
 and the optimizer steps. On a machine without accelerators, the model runs unchanged.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,41 +20,34 @@ from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch
 from .model import build_model
-from .task import Task
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Parallel:
     """The model under nn.DataParallel. The loop uses only what all strategies have."""
 
-    def __init__(self, task: Task, config: Config, process: Process) -> None:
-        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+    def __init__(self, config: Config, process: Process) -> None:
+        self.device, self.microbatches = process.device, config.train.microbatches
         self.dp_rank, self.dp_size, self.dp_group = 0, 1, dist.group.WORLD
         precision, kind = config.train.precision, self.device.type
-        self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
+        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+        self.autocast = partial(torch.autocast, kind, dtype, enabled=precision != "fp32")
         self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
         self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
-        self.copies = nn.DataParallel(self.module)
+        self.copies = nn.DataParallel(Autocast(self.module, self.autocast))
 
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
-        totals: dict[str, Tensor] = {}
         microbatches = split_batch((inputs, targets), self.microbatches)
         for inputs, targets in microbatches:
+            outputs = self.copies(inputs)
             with self.autocast():
-                losses = self.task.losses(self.copies(inputs), targets)
-            losses = {name: loss / weight for name, loss in losses.items()}
-            self.scaler.scale(losses["loss"]).backward()
-            for name, loss in losses.items():
-                totals[name] = totals.get(name, 0) + loss.detach()
-        return totals
+                loss = mean_loss(outputs, targets)
+            self.scaler.scale(loss).backward()
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
-        with self.autocast():
-            return self.copies(inputs)
+        return self.copies(inputs)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient; returns the norm before."""
@@ -62,6 +56,18 @@ class Parallel:
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/state.py" ::#
 #:: endfilter ::#
+
+
+class Autocast(nn.Module):
+    """Runs a module in its precision, which a thread of nn.DataParallel does not inherit."""
+
+    def __init__(self, module: nn.Module, autocast: Callable[[], torch.autocast]) -> None:
+        super().__init__()
+        self.module, self.autocast = module, autocast
+
+    def forward(self, inputs: Any) -> Any:
+        with self.autocast():
+            return self.module(inputs)
 
 
 #:: include "parallelism/shared/blocks.py" ::#

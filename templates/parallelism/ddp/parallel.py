@@ -4,6 +4,7 @@ Backward computes the gradients of the local batch. While it runs, DDP averages 
 ranks with an all-reduce, so every rank takes the same optimizer step and the copies of the model stay equal.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,19 +22,17 @@ from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch
 from .model import build_model
-from .task import Task
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Parallel:
     """The model under DDP. The loop uses only what all strategies have."""
 
-    def __init__(self, task: Task, config: Config, process: Process) -> None:
-        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+    def __init__(self, config: Config, process: Process) -> None:
+        self.device, self.microbatches = process.device, config.train.microbatches
         self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
         precision, kind = config.train.precision, self.device.type
-        self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
+        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+        self.autocast = partial(torch.autocast, kind, dtype, enabled=precision != "fp32")
         self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
         self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
         self.ddp = self.build_ddp(config.train.allow_unused)
@@ -45,19 +44,13 @@ class Parallel:
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
-        totals: dict[str, Tensor] = {}
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
             with self.ddp.no_sync() if number < self.microbatches else nullcontext():
                 with self.autocast():
-                    losses = self.task.losses(self.ddp(inputs), targets)
-                # DDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
-                losses = {name: loss / weight for name, loss in losses.items()}
-                self.scaler.scale(losses["loss"]).backward()
-            for name, loss in losses.items():
-                totals[name] = totals.get(name, 0) + loss.detach()
-        return totals
+                    loss = mean_loss(self.ddp(inputs), targets)
+                self.scaler.scale(loss).backward()
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""

@@ -4,6 +4,8 @@ Before a block runs, its weights are gathered from all ranks; afterwards, they a
 scattered, so that each rank gets those of its own shard and updates only that shard.
 """
 
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -22,7 +24,6 @@ from .distributed import Process
 from .loader import split_batch
 from .model import build_model
 from .sharded import Checkpointer as Checkpointer
-from .task import Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,8 +31,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Parallel:
     """The model under FSDP2. The loop uses only what all strategies have."""
 
-    def __init__(self, task: Task, config: Config, process: Process) -> None:
-        self.task, self.process, self.device = task, process, process.device
+    def __init__(self, config: Config, process: Process) -> None:
+        self.process, self.device = process, process.device
         self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.train.precision == "fp16")
         layout, blocks, seen = config.parallel, list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
@@ -59,21 +60,14 @@ class Parallel:
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
-        totals: dict[str, Tensor] = {}
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             # Gradients are scattered after each micro-batch: waiting for the last would keep whole ones on each rank.
             # Replicas average theirs once, after the last.
             self.fsdp.set_requires_all_reduce(number == self.microbatches)
-            losses = self.task.losses(self.module(inputs), targets)
-            # FSDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
-            losses = {name: loss / weight for name, loss in losses.items()}
-            self.scaler.scale(losses["loss"]).backward()
-            for name, loss in losses.items():
-                totals[name] = totals.get(name, 0) + loss.detach()
+            self.scaler.scale(mean_loss(self.module(inputs), targets)).backward()
         if self.allow_unused:
             self.compare_used()
-        return totals
 
     def compare_used(self) -> None:
         """Reject parameters with a gradient on some ranks only: FSDP would have added those of others to it."""

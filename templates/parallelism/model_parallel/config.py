@@ -10,6 +10,3 @@ class ParallelConfig:
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one per rank."""
         return world_size
-
-    def check(self, config: "Config", world_size: int) -> None:
-        """Accept any number of ranks."""

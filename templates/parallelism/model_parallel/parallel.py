@@ -4,6 +4,7 @@ Each rank has its own devices and holds a copy of the model. The ranks read loca
 gradients while backward runs.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,19 +23,17 @@ from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch, to_device
 from .model import build_model
-from .task import Task
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Parallel:
     """The model on this rank's devices. The loop uses only what all strategies have."""
 
-    def __init__(self, task: Task, config: Config, process: Process) -> None:
-        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+    def __init__(self, config: Config, process: Process) -> None:
+        self.device, self.microbatches = process.device, config.train.microbatches
         self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
         precision, kind = config.train.precision, self.device.type
-        self.autocast = partial(torch.autocast, kind, DTYPES[precision], enabled=precision != "fp32")
+        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+        self.autocast = partial(torch.autocast, kind, dtype, enabled=precision != "fp32")
         self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
         self.cpu_group, seen = process.cpu_group, WeakValueDictionary[int, nn.Parameter]()
         self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config))
@@ -51,20 +50,14 @@ class Parallel:
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
-        totals: dict[str, Tensor] = {}
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
             with self.ddp.no_sync() if number < self.microbatches else nullcontext():
                 with self.autocast():
                     outputs = self.ddp(inputs)
-                    losses = self.task.losses(outputs, to_device(targets, outputs.device))
-                # DDP divides the sum of the ranks' gradients by their number, so this becomes the mean.
-                losses = {name: loss.to(self.device) / weight for name, loss in losses.items()}
-                self.scaler.scale(losses["loss"]).backward()
-            for name, loss in losses.items():
-                totals[name] = totals.get(name, 0) + loss.detach()
-        return totals
+                    loss = mean_loss(outputs, to_device(targets, outputs.device))
+                self.scaler.scale(loss).backward()
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -87,8 +80,8 @@ class Parallel:
         dist.broadcast_object_list(content, src=0, group=self.cpu_group)
         dsd.set_model_state_dict(self.module, content[0])
         if optimizer:
-            groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]  # Those of the settings.
-            dsd.set_optimizer_state_dict(self.module, optimizer, {"state": content[1] or {}, "param_groups": groups})
+            whole = dsd.get_optimizer_state_dict(self.module, optimizer) | {"state": content[1] or {}}
+            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=dsd.StateDictOptions(strict=False))
 
 
 def choose_device(first: torch.device, index: int) -> torch.device:

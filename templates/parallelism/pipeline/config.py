@@ -26,5 +26,7 @@ class ParallelConfig:
         rest = train.microbatches % max(1, train.microbatches // ranks) if name == "Interleaved1F1B" else 0
         if rest or (name == "1F1B" and train.microbatches < ranks):
             raise UserError(f"train.microbatches is {train.microbatches}; {name} takes any multiple of {ranks}")
+        if train.allow_unused and self.replicas > 1:
+            raise UserError("train.allow_unused does not work with several pipelines; set parallel.replicas to 1")
         if train.precision == "fp16":
             raise UserError("train.precision is fp16, whose scaler would skip steps on some ranks alone; give bf16")

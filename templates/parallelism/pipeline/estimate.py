@@ -4,7 +4,7 @@ from .model import build_model
 from .stages import NUMBER, outline_stages, shapes_of
 
 (x, _), *_ = split_batch(batch, config.train.microbatches)
-count, parallel.names = len(parallel.owners), ["loss"]
+count = len(parallel.owners)
 forms = parallel.forms.setdefault(shapes_of(x), {0: NUMBER, count: NUMBER})
 with torch.no_grad(), parallel.autocast():
     for stage, block in zip(outline_stages(config.model, count)[0], build_model(config.model), strict=True):

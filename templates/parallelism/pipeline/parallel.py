@@ -3,8 +3,10 @@
 Several pipelines read local batches, and ranks with the same stages average their gradients.
 """
 
+import re
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,14 +23,13 @@ from .loader import split_batch
 from .model import build_model
 from .sharded import Checkpointer as Checkpointer
 from .stages import NUMBER, Stage, outline_stages, shapes_of
-from .task import Task
 
 
 class Parallel:
-    """Stages of the model. The loop uses only what all strategies have."""
+    """Stages of the model."""
 
-    def __init__(self, task: Task, config: Config, process: Process) -> None:
-        self.task, self.process, self.device = task, process, process.device
+    def __init__(self, config: Config, process: Process) -> None:
+        self.process, self.device = process, process.device
         self.config, self.microbatches = config.parallel, config.train.microbatches
         self.dp_size, kind = config.parallel.replicas, self.device.type
         self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=config.train.precision == "bf16")
@@ -42,9 +43,7 @@ class Parallel:
         self.module, self.stages = nn.Sequential(), dict[int, Stage]()
         self.build_stages(config)
         self.forms: dict[Any, dict[int, Tensor]] = {}  # By shapes of inputs.
-        self.schedule: Any = None
-        self.shapes: Any = None  # Of the schedule.
-        self.names: list[str] = []
+        self.schedule = self.shapes = cast(Any, None)
 
     def build_stages(self, config: Config) -> None:
         """Build the model block by block, and keep this rank's blocks."""
@@ -68,24 +67,18 @@ class Parallel:
         if shapes_of(batches[0][0]) != self.shapes:
             self.build_schedule(batches[0][0])
         torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
-        self.targets = [targets for _, targets in batches]
-        self.totals, self.weight = dict[str, Tensor](), weight
+        self.targets, self.mean_loss = [targets for _, targets in batches], mean_loss
         numbers = torch.arange(self.microbatches)
         if first := self.stages.get(0):
             first.inputs = [inputs for inputs, _ in batches]
         target = numbers if self.last in self.stages else None
         self.schedule.step(*[numbers] * (first is not None), target=target, return_outputs=False)
         self.average_gradients()
-        self.names = self.names or next(filter(None, self.process.all_gather([*self.totals])))
-        return {name: self.totals.get(name, torch.zeros((), device=self.device)) for name in self.names}
 
     def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss; called after the last stage."""
         with self.autocast():
-            losses = self.task.losses(self.stages[self.last].outputs, self.targets[int(number)])
-        for name, loss in losses.items():
-            self.totals[name] = self.totals.get(name, 0) + loss.detach() / self.weight
-        return losses["loss"] / self.weight
+            return self.mean_loss(self.stages[self.last].outputs, self.targets[int(number)])
 
     def build_schedule(self, inputs: Any) -> None:
         """Build the schedule for such micro-batches; a collective."""
@@ -96,40 +89,31 @@ class Parallel:
             self.module.train()
         self.shapes, count = shapes_of(inputs), len(self.owners)
         forms = self.forms[self.shapes]
-        stages = [
-            PipelineStage(stage, index, count, self.device, forms[index], forms[index + 1], group=self.group)
-            for index, stage in self.stages.items()
-        ]
+        build = partial(PipelineStage, num_stages=count, device=self.device, group=self.group)
+        stages = [build(s, i, input_args=forms[i], output_args=forms[i + 1]) for i, s in self.stages.items()]
         kind: Any = get_schedule_class(self.config.schedule)
         own = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         self.schedule = kind(own, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average gradients over the pipelines; what only some used is zero in others."""
-        own = ([p for p in block.parameters() if p.requires_grad] for block in self.module.children())
-        for parameters in filter(None, own) if self.dp_size > 1 else ():
-            is_used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
-            parts = [*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters), is_used]
-            vector = nn.utils.parameters_to_vector(parts) / self.dp_size
-            dist.all_reduce(vector, group=self.dp_group)
-            nn.utils.vector_to_parameters(vector, parts)
-            for p, part, users in zip(parameters, parts, parts[-1], strict=False):
-                if p.grad is not None or users > 0:  # Only the latter waits for the device.
-                    p.grad = part
+        """Average gradients over the pipelines, block by block."""
+        for block in self.module.children() if self.dp_size > 1 else ():
+            gradients: list[Any] = [p.grad for p in block.parameters() if p.requires_grad]
+            if gradients and not any(g is None for g in gradients):  # Else, the run ends.
+                vector = nn.utils.parameters_to_vector(gradients) / self.dp_size
+                dist.all_reduce(vector, group=self.dp_group)
+                nn.utils.vector_to_parameters(vector, gradients)
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
-        x, shapes, group = inputs, shapes_of(inputs), self.group
-        is_new = shapes not in self.forms  # Then they are sent too.
-        forms = self.forms.setdefault(shapes, {0: NUMBER, len(self.owners): NUMBER})
+        x, group = inputs, self.group
+        forms = self.forms.setdefault(shapes_of(inputs), {0: NUMBER, len(self.owners): NUMBER})
         for index, stage in self.stages.items():
             if index > 0 and index - 1 not in self.stages:
-                source = self.owners[index - 1]
-                if is_new:
-                    message: list[Any] = [None]
-                    dist.recv_object_list(message, group=group, group_src=source)
-                    forms[index] = message[0]
+                source, message = self.owners[index - 1], list[Any]([None])
+                dist.recv_object_list(message, group=group, group_src=source)
+                forms[index] = message[0]
                 x = torch.empty_like(forms[index], device=self.device, requires_grad=False)
                 dist.recv(x, group=group, group_src=source)
             with self.autocast():
@@ -137,10 +121,8 @@ class Parallel:
             if index < self.last:
                 forms[index + 1] = torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=True)
                 if index + 1 not in self.stages:
-                    target = self.owners[index + 1]
-                    if is_new:
-                        dist.send_object_list([forms[index + 1]], group=group, group_dst=target)
-                    dist.send(x.contiguous(), group=group, group_dst=target)
+                    dist.send_object_list([forms[index + 1]], group=group, group_dst=self.owners[index + 1])
+                    dist.send(x.contiguous(), group=group, group_dst=self.owners[index + 1])
         return x if self.last in self.stages else None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -172,17 +154,17 @@ class Parallel:
 
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
         """Load rank 0's weights of the whole model, and the optimizer's state if given."""
-        own, own_state = dict[str, Any](), dict[str, Any]()
+        own, states = dict[str, Any](), dict[str, Any]()
         for name in max(self.process.all_gather([*model])):  # Rank 0's.
             entry = [model.get(name), (state or {}).get(name)]
             dist.broadcast_object_list(entry, 0, self.process.cpu_group)
             if name not in self.places or self.owners[self.places[name]] == self.position:
-                own[name], own_state[name] = entry  # Loading rejects an unknown name.
+                own[name], states[name] = entry
         dsd.set_model_state_dict(self.module, own)
         if optimizer:
-            groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]
-            kept = {name: values for name, values in own_state.items() if values}
-            dsd.set_optimizer_state_dict(self.module, optimizer, {"state": kept, "param_groups": groups})
+            whole = dsd.get_optimizer_state_dict(self.module, optimizer)
+            whole["state"] = {name: values for name, values in states.items() if values}
+            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=dsd.StateDictOptions(strict=False))
 
 
 #:: include "parallelism/shared/blocks.py" ::#

@@ -2,9 +2,8 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     #:: if fact("shards") ::#
     for name, buffer in block.named_buffers():
-        if not buffer.is_contiguous() or buffer.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
-            where = f"buffer {name} of {type(block).__name__}"
-            raise UserError(f"{where} cannot be sent; make it contiguous, and of a type like int32")
+        if not buffer.is_contiguous() or re.search(r"int16|uint32|uint64|float[48]_", str(buffer.dtype)):
+            raise UserError(f"buffer {name} cannot be sent; make it contiguous, and of a type like int32")
     #:: endif ::#
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):

@@ -81,8 +81,8 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     process = Process(dist.HashStore(), rank, world_size, cpu_group=dist.group.WORLD)
     with Ledger() as ledger:
-        (train_set, _), task = build_datasets(config), Task(config, process.device)
-        parallel = Parallel(task, config, process)
+        (train_set, *_), task = build_datasets(config), Task(config, process.device)
+        parallel = Parallel(config, process)
         samples = collate_fn([train_set[0]] * (config.data.global_batch_size // parallel.dp_size))
         batch = tree_map_only(Tensor, lambda part: torch.empty(part.shape, dtype=part.dtype), samples)
         #:: if file("parallelism", "estimate.py") ::#
@@ -98,7 +98,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         optimizer.zero_grad()
         ledger.at_peak = {}
         inputs, targets = task.prepare(*batch)
-        parallel.forward_backward(inputs, targets, task.weight(targets))
+        parallel.forward_backward(inputs, targets, lambda *parts: task.losses(*parts)["loss"] / task.weight(parts[1]))
         parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
         optimizer.step()
     dist.destroy_process_group()

@@ -1,5 +1,2 @@
-def forward_backward(self, inputs: Any, targets: Any, weight: int | Tensor) -> dict[str, Tensor]:
-    """Leave in each parameter the gradient of the mean loss over the global batch; a collective.
-
-    Losses are divided by ``weight``; those returned sum up over the ranks to ``dp_size`` times the mean.
-    """
+def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
+    """Leave in each parameter the gradient of the mean of ``mean_loss`` over all micro-batches; a collective."""

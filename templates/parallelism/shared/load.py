@@ -2,7 +2,8 @@ def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, s
     """Load rank 0's weights of the whole model, and the optimizer's state if given."""
     options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dsd.set_model_state_dict(self.module, model, options=options)
-    if optimizer:
-        groups = dsd.get_optimizer_state_dict(self.module, optimizer)["param_groups"]
-        whole = {"state": state or {}, "param_groups": groups}
+    options.strict = False  # A parameter that never had a gradient has no state.
+    own = dsd.get_optimizer_state_dict(self.module, optimizer) if optimizer else {"state": {}}
+    if optimizer and own["state"]:  # Plain SGD has none.
+        whole = {**own, "state": state or {}}
         dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)

@@ -11,6 +11,7 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -39,9 +40,12 @@ class Checkpointer(checkpoint.Checkpointer):
         if path.suffix != ".dcp":
             return checkpoint.read(path)
         try:
-            return json.loads((path / "header.json").read_text()) | {"shards": str(path)}
-        except ValueError as error:
+            header = json.loads((path / "header.json").read_text())
+            names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        except (ValueError, EOFError, UnpicklingError) as error:
             raise UserError(f"{path} is not a readable checkpoint: {error}") from None
+        stateful = {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in names}
+        return header | {"shards": str(path), "stateful": stateful}
 
     @staticmethod
     def load(parallel: Any, content: dict[str, Any], *optimizers: Any) -> None:
@@ -49,14 +53,16 @@ class Checkpointer(checkpoint.Checkpointer):
         if "shards" not in content:
             return checkpoint.Checkpointer.load(parallel, content, *optimizers)
         state = local_state(parallel.module, *optimizers)
+        for name in state["optimizer"]["state"].keys() - content["stateful"]:
+            del state["optimizer"]["state"][name]
         try:
             dcp.load(state, checkpoint_id=content["shards"])
         except dcp.CheckpointException as error:  # It is no Exception.
             raise UserError(f"{content['shards']} cannot be loaded: {str(error).splitlines()[-1]}") from None
         dsd.set_model_state_dict(parallel.module, state["model"])
         for optimizer in optimizers:
-            groups = dsd.get_optimizer_state_dict(parallel.module, optimizer)["param_groups"]  # Those of the settings.
-            dsd.set_optimizer_state_dict(parallel.module, optimizer, state["optimizer"] | {"param_groups": groups})
+            whole = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
+            dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=dsd.StateDictOptions(strict=False))
 
     def restore(self, parallel: Any, optimizer: Any, lengths: list[int]) -> tuple[int, list[str]]:
         """Load what was read, or an older checkpoint if a part of a sharded one is damaged."""
@@ -67,12 +73,10 @@ class Checkpointer(checkpoint.Checkpointer):
             damaged = re.search("cannot be loaded(?!.*(Missing key|Size mism|Errno))", str(error))
             if path.parent != self.folder or not damaged:
                 raise  # Not a damaged checkpoint of this run.
-            self.process.on_main(lambda: path.rename(f"{path}.damaged"))
-            self.start = checkpoint.read_on_main(self.read_start, self.process)
-            if "progress" not in self.start:  # The model may be loaded in part.
-                raise UserError(f"{path} was damaged, and there is no older checkpoint; start again") from None
             if self.process.rank == 0:
                 print(f"a part of {path} is damaged; it is now {path.name}.damaged", file=sys.stderr)
+            self.process.on_main(lambda: path.rename(f"{path}.damaged"))
+            self.start = checkpoint.read_on_main(self.read_start, self.process)
             return self.restore(parallel, optimizer, lengths)
 
     def save(self, progress: dict[str, int]) -> None:

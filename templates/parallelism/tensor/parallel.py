@@ -10,6 +10,8 @@ The ranks of a group read the same samples:
 With several groups, each reads a local batch, and ranks with the same shards average their gradients.
 """
 
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,14 +31,13 @@ from .loader import split_batch
 from .model import build_model
 from .plan import tensor_plan
 from .sharded import Checkpointer as Checkpointer
-from .task import Task
 
 
 class Parallel:
     """The model with sharded layers. The loop uses only what all strategies have."""
 
-    def __init__(self, task: Task, config: Config, process: Process) -> None:
-        self.task, self.device, self.microbatches = task, process.device, config.train.microbatches
+    def __init__(self, config: Config, process: Process) -> None:
+        self.device, self.microbatches = process.device, config.train.microbatches
         self.allow_unused, self.steps = config.train.allow_unused, 0
         precision, kind = config.train.precision, self.device.type
         self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
@@ -61,7 +62,7 @@ class Parallel:
         """Shard a block by its plan; rejects weights that layers share."""
         before = dict(block.named_parameters(remove_duplicate=False))
         if not any(isinstance(p, DTensor) for p in before.values()):
-            # All ranks drew the same values, so each keeps its shard without a message.
+            # All ranks drew the same values, so each keeps its shard.
             parallelize_module(block, self.mesh, tensor_plan(block), src_data_rank=None)
         for name, p in block.named_parameters(remove_duplicate=False):
             original, user = before[name], f"{type(block).__name__}.{name}"
@@ -76,18 +77,13 @@ class Parallel:
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
-        totals: dict[str, Tensor] = {}
         for some_inputs, some_targets in split_batch((inputs, targets), self.microbatches):
             # The ranks of a group draw the same random numbers: dropout is the same where activations are, and drops
             # the same places of all shards where they are sharded.
             with self.autocast():
-                losses = self.task.losses(self.module(some_inputs), some_targets)
-            losses = {name: loss / weight for name, loss in losses.items()}
-            losses["loss"].backward()
-            for name, loss in losses.items():  # The ranks of a group have the same.
-                totals[name] = totals.get(name, 0) + loss.detach() * self.is_first
+                loss = mean_loss(self.module(some_inputs), some_targets)
+            loss.backward()
         self.average_gradients()
-        return totals
 
     @torch.no_grad()
     def average_gradients(self) -> None:

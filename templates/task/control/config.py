@@ -17,7 +17,7 @@ class DatasetConfig:
     entropy_weight: float = 0.0
     """Weight of the policy's entropy in the loss, which keeps it from settling on one action too early."""
 
-    def check(self) -> None:
+    def check(self, *_: object) -> None:
         """Reject factors that are too large, and more parts than steps."""
         if self.discount >= 1:
             raise UserError(f"dataset.discount is {self.discount}; give a number below 1")
@@ -40,7 +40,7 @@ class ModelConfig:
     weights: str | None = field(default=None, metadata={"file": True})
     """A file of weights that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
 
-    def check(self) -> None:
+    def check(self, *_: object) -> None:
         """Reject an environment that does not exist or fit."""
         self.sizes()
 

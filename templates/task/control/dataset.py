@@ -29,19 +29,20 @@ collate_fn = default_collate
 class Numbers(Dataset[tuple[int, int]]):
     """Environments, or episodes of an evaluation, each as its number; twice, because there are no targets."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, first: int = 0) -> None:
+        self.length, self.first = length, first
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        return index, index
+        return self.first + index, self.first + index
 
 
-def build_datasets(config: Config) -> tuple[Numbers, Numbers]:
-    """Return the environments to train in, and the episodes to evaluate on."""
-    return Numbers(config.data.global_batch_size), Numbers(EVALUATION_EPISODES)
+def build_datasets(config: Config) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the environments to train in, and the episodes for validation and test: all start by other seeds."""
+    validation = Numbers(EVALUATION_EPISODES, first=EVALUATION_EPISODES)
+    return Numbers(config.data.global_batch_size), validation, Numbers(EVALUATION_EPISODES)
 
 
 class Environment:

@@ -79,10 +79,10 @@ def loss_of(model: nn.Module, config: Any, seen: Tensor, action: Tensor, before:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, config: Any) -> dict[str, float]:
-    """Return the metrics of a model, from 100 episodes that are played one after another."""
+def evaluate(model: nn.Module, config: Any, first: int) -> dict[str, float]:
+    """Return the metrics of a model, from 100 episodes that are played one after another, from number ``first`` on."""
     environment, played = gymnasium.make(config.model.environment), []
-    for number in range(100):
+    for number in range(first, first + 100):
         seen, _ = environment.reset(seed=hashed("play", number, 0))
         rewards, ended = [], False
         while not ended:

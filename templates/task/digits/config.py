@@ -5,7 +5,7 @@ class DatasetConfig:
     max_shift: int = 0
     """Augmentation: shift each training image by up to this many pixels in each direction, at random."""
 
-    def check(self) -> None:
+    def check(self, *_: object) -> None:
         """Reject shifts that move an image out of view."""
         if self.max_shift >= 8:
             raise UserError(f"dataset.max_shift is {self.max_shift}; give 0 to 7, for images of 8x8 pixels")
@@ -25,7 +25,7 @@ class ModelConfig:
     weights: str | None = field(default=None, metadata={"file": True})
     """A file of weights that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
 
-    def check(self) -> None:
+    def check(self, *_: object) -> None:
         """Reject a width that is not a multiple of GroupNorm's groups."""
         if self.width % GROUPS:
             raise UserError(f"model.width is {self.width}; give a multiple of {GROUPS}, the groups of GroupNorm")

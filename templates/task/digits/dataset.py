@@ -2,25 +2,23 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from .config import Config
+
+VALIDATION = 237  # Images of the training set that are kept for validation.
 
 # Makes a batch, a pair (inputs, targets), of a list of samples.
 collate_fn = default_collate
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Images of digits as ``(image, label)``: float32 of shape (1, 8, 8) from 0 to 1, and int64 from 0 to 9.
-
-    Args:
-        split: ``train`` (1,437 images) or ``test`` (360).
-        max_shift: Shift each image by up to this many pixels in each direction, at random.
-    """
+    """Images of ``train`` or ``test``, each with its label: float32 of shape (1, 8, 8) from 0 to 1, and int64."""
 
     def __init__(self, split: str, max_shift: int = 0) -> None:
         with np.load(Path(__file__).with_name("digits.npz")) as arrays:
@@ -39,6 +37,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]
 
 
-def build_datasets(config: Config) -> tuple[Digits, Digits]:
-    """Return the training set with augmentation, and the test set without."""
-    return Digits("train", config.dataset.max_shift), Digits("test")
+def build_datasets(config: Config) -> tuple[Any, Any, Any]:
+    """Return the sets for training (augmented), validation and test; random splits draw from ``run.seed``."""
+    order = torch.randperm(len(whole := Digits("train", config.dataset.max_shift))).tolist()
+    return Subset(whole, order[VALIDATION:]), Subset(Digits("train"), order[:VALIDATION]), Digits("test")

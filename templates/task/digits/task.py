@@ -24,10 +24,7 @@ class Task:
         return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return sums over the samples of a micro-batch, by name; ``loss`` is minimized, and all are logged.
-
-        Here, outputs are logits of shape (batch, classes), and targets labels of shape (batch,).
-        """
+        """Return sums over a micro-batch, by name, of (batch, classes) logits and labels; ``loss`` is minimized."""
         return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
 
     def weight(self, targets: Any) -> int | Tensor:
@@ -40,14 +37,10 @@ class Task:
         return {"loss": losses, "prediction": outputs.argmax(dim=1), "target": targets}
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the metrics of a split, from those of its samples in the dataset's order: here, ``loss`` is the mean
-        cross-entropy in nats, and ``class_accuracy`` the accuracy of each class."""
-        correct = metrics["prediction"] == metrics["target"]
-        return {
-            "loss": metrics["loss"].mean(dtype=np.float64),
-            "accuracy": correct.mean(),
-            "class_accuracy": [correct[metrics["target"] == label].mean() for label in range(CLASSES)],
-        }
+        """Return the metrics of a split, from those of its samples in the dataset's order; ``loss`` is in nats."""
+        correct, target = metrics["prediction"] == metrics["target"], metrics["target"]
+        of_class = [correct[target == label].mean() for label in range(CLASSES)]
+        return {"loss": metrics["loss"].mean(dtype=np.float64), "accuracy": correct.mean(), "class_accuracy": of_class}
 
     def throughput(self, samples_per_second: float) -> dict[str, float]:
         """Return what a record of training also has to say about its speed."""

@@ -7,10 +7,7 @@ class DatasetConfig:
     max_bytes: int | None = None
     """Use only this many bytes or tokens; null uses all of a file, and 4,000,000 bytes of the library."""
     test_bytes: int = 200_000
-    """Bytes or tokens at the end of these that form the test set; the rest is the training set."""
-
-    def check(self) -> None:
-        """Accept any text; ``build_datasets`` rejects one that is too short."""
+    """Bytes or tokens at the end of these that form the test set; as many before them are for validation."""
 
 
 @dataclass
@@ -29,7 +26,7 @@ class ModelConfig:
     """A file of weights that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
     vocabulary = 256  # Not a setting: build_datasets takes it from a file of tokens.
 
-    def check(self) -> None:
+    def check(self, *_: object) -> None:
         """Reject a width that does not divide into the heads."""
         if self.width % self.heads:
             raise UserError(f"model.width is {self.width}; give a multiple of model.heads, {self.heads}")

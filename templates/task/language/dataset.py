@@ -20,10 +20,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows ``(tokens, the token after each)``, int64 of shape (context,); -100 follows the end of a document."""
 
     def __init__(self, split: str, config: Config) -> None:
-        self.arguments, self.context = (split, config), config.model.context
+        self.arguments, self.context, size = (split, config), config.model.context, config.dataset.test_bytes
         self.end, tokens = describe(config.dataset.path)["end"], read_tokens(config.dataset)
-        middle = max(0, len(tokens) - config.dataset.test_bytes)
-        self.tokens = tokens[:middle] if split == "train" else tokens[middle:]
+        parts = {"train": slice(-2 * size), "validation": slice(-2 * size, -size), "test": slice(-size, None)}
+        self.tokens = tokens[parts[split]]
         if len(self) < 1:
             raise UserError(f"{len(tokens)} tokens leave no window for the {split} set; change dataset.test_bytes")
 
@@ -39,10 +39,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:].masked_fill(window[:-1] == self.end, -100)
 
 
-def build_datasets(config: Config) -> tuple[Windows, Windows]:
-    """Return the training set and the test set; the model gets their vocabulary."""
+def build_datasets(config: Config) -> tuple[Windows, Windows, Windows]:
+    """Return the sets for training, validation and test, the same on all ranks; the model gets their vocabulary."""
     config.model.vocabulary = describe(config.dataset.path)["vocabulary"]
-    return Windows("train", config), Windows("test", config)
+    return Windows("train", config), Windows("validation", config), Windows("test", config)
 
 
 def describe(path: str | None) -> dict[str, Any]:

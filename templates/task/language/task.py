@@ -34,10 +34,7 @@ class Task:
         return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return sums over the samples of a micro-batch, by name; ``loss`` is minimized, and all are logged.
-
-        Here, outputs are logits of shape (batch, time, vocabulary), and targets are of shape (batch, time), or -100.
-        """
+        """Return sums over a micro-batch, by name, of (batch, time, vocabulary) logits; ``loss`` is minimized."""
         return {"loss": F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")}
 
     def weight(self, targets: Any) -> int | Tensor:
@@ -50,8 +47,7 @@ class Task:
         return {"loss": losses.view_as(targets).sum(dim=1), "count": (targets != -100).sum(dim=1)}
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the metrics of a split, from those of its samples in the dataset's order: here, ``loss`` is the mean
-        cross-entropy in nats per token, ``perplexity`` its exponential, and ``bits_per_byte`` counts bytes of text."""
+        """Return the metrics of a split, from those of its samples: ``loss`` is in nats per token."""
         loss = metrics["loss"].sum(dtype=np.float64) / metrics["count"].sum()
         bits_per_byte = loss / math.log(2) / self.about["bytes_per_token"]
         return {"loss": loss, "bits_per_byte": bits_per_byte, "perplexity": np.exp(loss)}

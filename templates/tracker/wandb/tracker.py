@@ -31,7 +31,7 @@ class Tracker:
         except wandb.Error as error:
             raise UserError(f"W&B cannot start: {error}; WANDB_MODE=offline works without a network") from None
         self.run.config.update(settings, allow_val_change=True)
-        for split in ("train", "test"):
+        for split in ("train", "validation"):
             self.run.define_metric(f"{split}/*", step_metric=f"{split}/step")
         self.known, self.has_failed = dict(self.run.summary), False
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():

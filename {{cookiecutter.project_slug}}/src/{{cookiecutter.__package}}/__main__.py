@@ -97,6 +97,9 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     """Run a subcommand; ``given`` has the names of the options on the command line."""
     from .checkpoint import export  # Not before settings are checked: PyTorch takes seconds to import.
     from .distributed import cleanup, fail, rendezvous, setup
+    #:: if fact("shards") ::#
+    from .estimate import estimate
+    #:: endif ::#
     from .evaluate import evaluate
     #:: if file("task", "generate.py") ::#
     from .generate import generate
@@ -110,8 +113,6 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
         return plot(options.runs, options.output)
     #:: if fact("shards") ::#
     if name == "estimate":
-        from .estimate import estimate
-
         return estimate(config, options.ranks, options.memory)
     #:: endif ::#
     #:: if file("cluster", "README.md") ::#
@@ -127,7 +128,7 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
             stopped = Trainer(config, process).run()
         #:: if file("task", "generate.py") ::#
         elif name == "generate":
-            generate(options.checkpoint, options.prompt, options.length, options.temperature, config, given, process)
+            generate(options, config, given, process)
         #:: endif ::#
         else:
             evaluate(options.checkpoint, config, given, process)

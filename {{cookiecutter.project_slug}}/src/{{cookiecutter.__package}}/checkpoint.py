@@ -7,7 +7,6 @@ It is the state of the whole model, for any strategy and number of ranks, and wi
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -24,8 +24,10 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load_file, save
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_map_only  # Private; optree has it.
 
 from .config import Config, UserError
 from .distributed import Process
@@ -37,18 +39,22 @@ def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -
 
     def read_header() -> dict[str, Any]:
         content.update(read_content())
-        return {name: part for name, part in content.items() if name not in ("model", "optimizer")}
+        stateful = {"stateful": {*content.get("optimizer", {}).get("state", {})}}  # Parameters, by name.
+        return stateful | {name: part for name, part in content.items() if name not in ("model", "optimizer")}
 
     return process.on_main(read_header) | content
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first: files (``.pt``) and sharded ones (``.dcp``)."""
-    return sorted([*folder.glob("step-????????.pt"), *folder.glob("step-????????.dcp")])
+    found = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}\.(pt|dcp)", path.name))
+    return sorted(found, key=lambda path: int(path.stem[5:]))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU, without running code from a file; one that cannot be read is a UserError."""
+    """Read a checkpoint, or the best one of a run.dir, to the CPU, without running code from a file."""
+    if (best := path / "checkpoints" / "best").exists():
+        path = best.with_name(best.read_text())
     try:
         if path.suffix == ".dcp" or (path / ".metadata").exists():
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -101,13 +107,17 @@ class Checkpointer:
             return 0, []
         changes, scaler = self.compare(self.start["config"]), parallel.scaler
         self.load(parallel, self.start, optimizer)
+        for name, p in parallel.module.named_parameters():
+            if name not in self.start["stateful"]:  # It never had a gradient; loading counts a step for it.
+                optimizer.state.pop(p, None)
         scaler.load_state_dict(self.start["scaler"] or scaler.state_dict())
         return self.start["progress"]["step"], changes
 
     @staticmethod
     def load(parallel: Any, content: dict[str, Any], *optimizers: Any) -> None:
         """Load what ``read_on_main`` has returned, with the state of the optimizer if one is given."""
-        model, state = content.pop("model", {}), content.pop("optimizer", {}).get("state")
+        parts = content.pop("model", {}), content.pop("optimizer", {}).get("state")
+        model, state = tree_map_only(Tensor, Tensor.contiguous, parts)  # They are sent as they lie in memory.
         parallel.load_full_state_dict(model, *optimizers, state=state)
 
     def save(self, progress: dict[str, int]) -> None:
@@ -149,10 +159,12 @@ class Checkpointer:
     def prune(self, best_first: list[int]) -> None:
         """Let rank 0 remove all complete checkpoints but the newest ``checkpoint.keep`` and the best one."""
         found = list_checkpoints(self.folder) if self.process.rank == 0 else []
-        complete = {path.stem for path in found}
-        best = next((name for name in map("step-{:08d}".format, best_first) if name in complete), "")
+        names = {path.stem: path.name for path in found}
+        best = next((names[name] for name in map("step-{:08d}".format, best_first) if name in names), "")
+        if best:
+            write_atomically(self.folder / "best", best)
         for path in found[: -self.config.checkpoint.keep]:
-            if path.stem != best:
+            if path.name != best:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def compare(self, saved: dict[str, Any]) -> list[str]:
@@ -172,6 +184,8 @@ class Checkpointer:
     def read_start(self) -> dict[str, Any]:
         """Return the newest checkpoint that can be read, else that of ``checkpoint.resume``, else ``model.weights``."""
         lock(Path(self.config.run.dir))
+        for path in self.folder.glob("*.tmp"):  # What a kill left, or a full disk.
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         if self.folder.is_symlink() and not self.folder.exists():
             raise UserError(f"{self.folder} is a link to {self.folder.readlink()}, which is not there; mount it")
         resume, found = self.config.checkpoint.resume, list_checkpoints(self.folder)
@@ -183,6 +197,8 @@ class Checkpointer:
             except UserError as error:
                 print(f"{error}; it is now {path.name}.damaged", file=sys.stderr)
                 path.rename(f"{path}.damaged")
+        if damaged := [*self.folder.glob("step-*.damaged")]:
+            raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir, or remove them")
         if resume not in ("auto", "never"):
             if "progress" in (content := self.read(Path(resume))):
                 return content
@@ -192,18 +208,16 @@ class Checkpointer:
 
 
 def export(path: Path, output: Path) -> None:
-    """Write the weights of a checkpoint as a .safetensors file."""
+    """Write the weights of a checkpoint as a .safetensors file, with the run's settings in its metadata."""
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in read_weights(path).items()}
-    write_atomically(output, lambda file: file.write(save(weights)))
+    settings = {"config": json.dumps(read(path).get("config"))}
+    write_atomically(output, lambda file: file.write(save(weights, settings)))
 
 
 def digest(path: Path) -> str:
-    """Return a digest of a file: of its size, its first and its last MiB, where a checkpoint has its checksums."""
+    """Return a digest of a file: of its first MiB, and its size."""
     with open(path, "rb") as file:
-        content = file.read(2**20)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 2**20))
-        return hashlib.blake2b(content + file.read() + str(size).encode(), digest_size=16).hexdigest()
+        return f"{zlib.crc32(file.read(2**20)):08x} and {path.stat().st_size} bytes"
 
 
 def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) -> None:

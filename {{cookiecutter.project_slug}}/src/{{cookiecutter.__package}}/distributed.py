@@ -26,6 +26,7 @@ from .config import Config, UserError
 
 CPU, STOP_SIGNALS = torch.device("cpu"), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CHECK_SECONDS = 1.0  # Time between two checks for stop signals, while no record is due.
+CLEAR = "loading state_dict|deterministic implementation|(not|that) require a? ?grad|finished reduction|non-contiguous"
 REPORT_SECONDS = 3.0  # How long ranks that waited in vain are counted, to find those that are silent.
 FILE_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.
 
@@ -58,8 +59,7 @@ class Process:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.cpu_group)
+        dist.all_gather_object(values := [None] * self.world_size, value, group=self.cpu_group)
         return values
 
 
@@ -83,8 +83,6 @@ def rendezvous(config: Config) -> Process:
 def setup(config: Config, process: Process) -> None:
     """Choose device, backend and algorithms, and join the process group."""
     process.device, backend = choose_device(config)
-    if process.device.type != "cpu":
-        torch.accelerator.set_device_index(process.device)  # Else every rank opens a context on the first device.
     # Full fp32 and deterministic algorithms, or else TF32 and whatever is fastest.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(exact := config.train.exact)
@@ -109,6 +107,7 @@ def choose_device(config: Config) -> tuple[torch.device, str]:
         if settings.backend != "gloo" and first + each > available:
             raise UserError(f"{available} device(s) are too few; lower NPROC, or add --distributed.device cpu")
         device = torch.device(accelerator.type, first % available)
+        torch.accelerator.set_device_index(device)  # Else every rank opens a context on the first one.
     return device, dist.get_default_backend_for_device(device) if settings.backend == "auto" else settings.backend
 
 
@@ -169,7 +168,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
     """End this process. The first rank that fails prints why; if all waited, rank 0 prints which ranks are silent."""
     for number in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)
-    if re.search("loading state_dict|a deterministic implementation", str(error)):
+    if re.search(CLEAR, str(error)):
         error = UserError(str(error).replace("you set", "train.exact sets"))
     text, me = " ".join(f"{type(error).__name__}: {error}".split()), process.rank
     waited = isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|collective|onnection|timeout", text))

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from .checkpoint import read_on_main
 from .config import Config, UserError
@@ -19,42 +21,41 @@ from .parallel import Checkpointer, Parallel
 from .task import Task
 
 
-def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, Any, Any]:
-    """Build task, datasets and model by the seed."""
+def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, tuple[Any, Any, Any]]:
+    """Build task, model and the three sets by the seed."""
     seed_everything(config.run.seed)
-    train_set, test_set = build_datasets(config)
-    lengths = process.all_gather((len(train_set), len(test_set)))
-    if len(set(lengths)) > 1:
-        raise UserError(f"the ranks' datasets have different lengths, {lengths}; give each machine the same files")
+    datasets = build_datasets(config)
+    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
+        raise UserError("an IterableDataset has no length; see docs/recipes/stream.md of ddp-template")
+    lengths = process.all_gather([len(dataset) for dataset in datasets])
+    if not all(lengths[0]) or lengths != [lengths[0]] * process.world_size:
+        raise UserError(f"the datasets have {lengths} samples; give all machines the same files")
     task = Task(config, process.device)
-    for name, part in vars(task).items():
-        if isinstance(part, nn.Parameter):
-            raise UserError(f"Task.{name} is a parameter, which nothing would train; let the model have it")
-        if isinstance(part, nn.Module):  # Such as a teacher, which is not trained.
+    for part in tree_leaves(vars(task)):
+        if isinstance(part, nn.Module):  # Such as a teacher.
             part.to(process.device).eval().requires_grad_(False)
     if config.train.compile:  # Otherwise, the logits would be kept in fp32.
         setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (a method has another type)
     seed_everything(config.run.seed)  # What was drawn so far does not change the model's initial values.
-    return task, Parallel(task, config, process), train_set, test_set
+    return task, Parallel(config, process), datasets
 
 
 class Evaluator:
     """Evaluates a model on a dataset each time it is called; a collective."""
 
-    def __init__(self, task: Task, parallel: Parallel, test_set: Any, config: Config) -> None:
-        self.task, self.parallel, self.length = task, parallel, len(test_set)
+    def __init__(self, task: Task, parallel: Parallel, dataset: Any, config: Config) -> None:
+        self.task, self.parallel, self.length = task, parallel, len(dataset)
         self.sampler = EvalSampler(self.length, parallel.dp_rank, parallel.dp_size)
-        size, seed = config.data.eval_batch_size, config.run.seed
-        self.loader = build_loader(test_set, self.sampler, size, config.data, parallel.device, seed)
+        self.loader = build_loader(dataset, self.sampler, config.data.eval_batch_size, config, parallel.device)
 
     def __call__(self, process: Process) -> dict[str, Any]:
-        """Return on rank 0 ``num_samples`` and what ``Task.aggregate`` makes of all samples."""
+        """Return on rank 0 what ``Task.aggregate`` makes of all samples."""
         self.parallel.average_buffers()
         self.parallel.module.eval()
         parts: list[Any] | None = [None] * process.world_size if process.rank == 0 else None
         dist.gather_object(self.measure(), parts, group=process.cpu_group)
         self.parallel.module.train()
-        return {"num_samples": self.length, **self.aggregate(parts)} if parts else {}
+        return self.aggregate(parts) if parts else {}
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#
@@ -67,8 +68,7 @@ class Evaluator:
         collected: dict[str, list[Tensor]] = {}
         for batch in self.loader:
             inputs, targets = self.task.prepare(*to_device(batch, self.parallel.device))
-            outputs = self.parallel.predict(inputs)
-            if outputs is not None:
+            if (outputs := self.parallel.predict(inputs)) is not None:
                 for name, values in self.task.metrics(outputs, targets).items():
                     # Copied: a tensor of a loader process is an open file. NumPy lacks bfloat16.
                     copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
@@ -88,15 +88,11 @@ class Evaluator:
         parts = [part for part in parts if len(part["index"])]
         order = np.argsort(np.concatenate([part["index"] for part in parts]))
         merged = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
-        returned, metrics = self.task.aggregate(merged), dict[str, Any]()
-        if taken := {"event", "step", "split", "num_samples"} & returned.keys():
-            raise UserError(f"Task.aggregate returns {taken}, which a record has anyway; rename them")
-        for name, value in returned.items():
-            try:  # Numbers of NumPy and PyTorch become built-in ones, or null if not finite.
-                text = json.dumps({name: value}, default=lambda part: part.tolist())
-            except (AttributeError, TypeError, ValueError) as error:
-                raise UserError(f"Task.aggregate returns {name}, which JSON cannot hold: {error}") from None
-            metrics |= json.loads(text, parse_constant=lambda _: None)
+        try:  # Numbers of NumPy and PyTorch become built-in ones, or null if not finite.
+            text = json.dumps(self.task.aggregate(merged), default=lambda part: part.tolist())
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError(f"Task.aggregate returns what JSON cannot hold: {error}") from None
+        metrics: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
         if not isinstance(metrics.get(self.task.best_metric, ""), int | float | None):
             raise UserError(f"Task.aggregate returns no number as {self.task.best_metric!r}, its best_metric")
         return metrics
@@ -109,16 +105,13 @@ def load_experiment(path: str, config: Config, given: set[str], process: Process
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")
     for section, settings in vars(config).items():
         for name, value in content["config"].get(section, {}).items():
-            decides = section in ("model", "dataset") or name in ("seed", "precision")
-            if not decides or not hasattr(settings, name):
-                continue
-            setting = f"{section}.{name}"
-            if not {section, setting} & given:
-                setattr(settings, name, value)
-            elif process.rank == 0 and getattr(settings, name) != value:
-                print(f"{setting}: {getattr(settings, name)} instead of {value}", file=sys.stderr)
+            if (section in ("model", "dataset") or name in ("seed", "precision")) and hasattr(settings, name):
+                if not {section, f"{section}.{name}"} & given:
+                    setattr(settings, name, value)
+                elif process.rank == 0 and getattr(settings, name) != value:
+                    print(f"{section}.{name}: {getattr(settings, name)} instead of {value}", file=sys.stderr)
     config.check(process.world_size, trains=False)
-    task, parallel, _, test_set = build_experiment(config, process)
+    task, parallel, (_, _, test_set) = build_experiment(config, process)
     Checkpointer.load(parallel, content)
     return task, parallel, test_set, content["progress"]["step"]
 
@@ -128,4 +121,4 @@ def evaluate(path: str, config: Config, given: set[str], process: Process) -> No
     task, parallel, test_set, step = load_experiment(path, config, given, process)
     metrics = Evaluator(task, parallel, test_set, config)(process)
     if process.rank == 0:
-        print(json.dumps({"event": "eval", "step": step, "split": "test", **metrics}))
+        print(json.dumps({"event": "eval", "step": step, "split": "test", "num_samples": len(test_set), **metrics}))

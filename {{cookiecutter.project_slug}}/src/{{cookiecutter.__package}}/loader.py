@@ -1,4 +1,4 @@
-"""Which rank reads which sample: a step trains on the same ones on any number of ranks, evaluation reads each once."""
+"""Which rank reads which sample, and what it counts: a step is the same on any number of ranks."""
 
 import signal
 from collections.abc import Iterator
@@ -7,13 +7,14 @@ from pickle import PicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten  # Private; optree has them.
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten  # Private; optree has them.
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .config import DataConfig, UserError
+from .config import Config, UserError
 from .dataset import collate_fn
-from .distributed import STOP_SIGNALS, derive_seed, exit_now, seed_everything
+from .distributed import STOP_SIGNALS, Process, derive_seed, exit_now, seed_everything
 
 Key = tuple[int, int]  # (epoch, index), by a sampler: loader processes hold a copy of it, and see no epoch change.
 
@@ -65,7 +66,7 @@ class Seeded(Dataset[Any]):
 
 
 class Loader(DataLoader[Any]):
-    """A ``DataLoader`` whose processes see no stop signal, and end with their rank; a fork of it could deadlock."""
+    """A ``DataLoader`` whose processes see no stop signal, and end with their rank."""
 
     def __iter__(self) -> Any:
         if not self.num_workers:
@@ -80,21 +81,13 @@ class Loader(DataLoader[Any]):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def build_loader(
-    dataset: Any, sampler: Sampler[Key], batch_size: int, config: DataConfig, device: torch.device, seed: int
-) -> Loader:
+def build_loader(dataset: Any, sampler: Any, batch_size: int, config: Config, device: torch.device) -> Loader:
     """Build a loader of this rank's batches on the CPU."""
-    return Loader(
-        Seeded(dataset, seed),
-        batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        num_workers=config.num_workers,
-        worker_init_fn=end_without_rank,
-        persistent_workers=config.num_workers > 0,
-        multiprocessing_context="spawn" if config.num_workers else None,
-        pin_memory=device.type == "cuda",
-    )
+    options: dict[str, Any] = {"sampler": sampler, "collate_fn": collate_fn, "pin_memory": device.type == "cuda"}
+    if config.data.num_workers:  # A fork could deadlock.
+        options |= {"num_workers": config.data.num_workers, "persistent_workers": True}
+        options |= {"multiprocessing_context": "spawn", "worker_init_fn": end_without_rank}
+    return Loader(Seeded(dataset, config.run.seed), batch_size, **options)
 
 
 def end_without_rank(_: int) -> None:
@@ -105,11 +98,53 @@ def end_without_rank(_: int) -> None:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch of any nesting with its tensors on ``device``, without waiting for the copies."""
-    return tree_map(lambda part: part.to(device, non_blocking=True) if isinstance(part, Tensor) else part, batch)
+    return tree_map_only(Tensor, lambda part: part.to(device, non_blocking=True), batch)
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
     """Split a batch of any nesting into micro-batches; what is no tensor is part of each."""
     leaves, structure = tree_flatten(batch)
+    if len({leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}) > 1:
+        raise UserError("the tensors of a batch differ in their first dimension, the samples; pad them in Task.prepare")
+    if parts > 1 and not all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves):
+        raise UserError("only tensors can be split into micro-batches; let Task.prepare or collate_fn return tensors")
     chunks = [leaf.chunk(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
     return [tree_unflatten(list(micro), structure) for micro in zip(*chunks, strict=True)]
+
+
+class MeanLosses:
+    """The losses of a task, divided by the weight of the global batch; ``loss`` is minimized, all are recorded."""
+
+    def __init__(self, task: Any, process: Process, samples: int) -> None:
+        self.task, self.process, self.samples, self.names = task, process, samples, ""
+
+    def weigh(self, targets: Any) -> None:
+        """Find what the losses of a local batch are divided by, on average over the ranks."""
+        weight = self.task.weight(targets)
+        if isinstance(weight, Tensor):
+            total = weight.detach().to(self.process.device, torch.float32, copy=True)
+            dist.all_reduce(total)
+            weight = total.clamp(min=1e-30) / self.process.world_size  # Without targets, losses of 0 are 0.
+        elif weight < self.samples or weight % self.samples:
+            raise UserError(f"Task.weight is {weight} for {self.samples} samples; return a multiple, or a tensor")
+        self.weight, self.sums = weight, dict[str, Any]()
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """Return a micro-batch's part of the mean loss, and add up all losses."""
+        losses = self.task.losses(outputs, targets)
+        names = "\n".join(sorted(losses, key=lambda name: (name != "loss", name)))
+        self.names = self.names or self.process.store.compare_set("losses", "", names).decode()  # Of the first rank.
+        if names != self.names or "loss" not in losses or "grad_norm" in losses:
+            raise UserError(f"Task.losses returns {[*losses]}; give each batch a `loss`, and the same other names")
+        for name, loss in losses.items():
+            losses[name] = part = loss.to(self.process.device) / self.weight
+            self.sums[name] = self.sums.get(name, 0) + part.detach()
+        return losses["loss"]
+
+    def average(self, steps: list[dict[str, Any]]) -> list[dict[str, float]]:
+        """Return the numbers of some steps, averaged over the ranks that have outputs; waits for the device."""
+        names = [*(self.names or self.process.store.get("losses").decode()).split("\n"), "grad_norm"]
+        rows = [[*(float(each.get(name, 0)) for name in names), float(bool(each))] for each in steps]
+        totals = torch.tensor(rows, device=self.process.device)
+        dist.all_reduce(totals)
+        return [dict(zip(names, row, strict=True)) for row in (totals[:, :-1] / totals[:, -1:]).tolist()]

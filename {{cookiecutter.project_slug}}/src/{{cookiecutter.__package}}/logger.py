@@ -18,7 +18,7 @@ import yaml
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from .checkpoint import write_atomically
-from .config import Config
+from .config import Config, UserError
 from .distributed import Process
 #:: if file("tracker", "tracker.py") ::#
 from .tracker import Tracker
@@ -39,7 +39,7 @@ class Logger:
         write_provenance(run_dir / "provenance.json", process, step, changes)
         records = drop_records_after(run_dir / "metrics.jsonl", step)
         self.evaluations = {record["step"]: record for record in records if record["event"] == "eval"}
-        self.file = open(run_dir / "metrics.jsonl", "a", buffering=1)
+        self.path = run_dir / "metrics.jsonl"
         self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
         if process.device.type != "cpu":
             how = "full fp32, deterministic algorithms" if config.train.exact else "TF32, the fastest algorithms"
@@ -50,11 +50,15 @@ class Logger:
         self.tracker = Tracker(run_dir, asdict(config), step)
         #:: endif ::#
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, *parts: dict[str, Any]) -> None:
         """Write a record, and print its numbers."""
         if not self.is_main:
             return
-        self.file.write(json.dumps(record) + "\n")
+        record = {name: value for part in parts for name, value in part.items()}
+        if len(record) < sum(map(len, parts)):
+            raise UserError(f"the record {record} has two numbers of one name; rename that of task.py")
+        with open(self.path, "a") as file:  # An error if run.dir was removed.
+            file.write(json.dumps(record) + "\n")
         step, event = record["step"], record["event"]
         numbers = "  ".join(f"{name} {value:.5g}" for name, value in record.items() if isinstance(value, float))
         seconds = (self.total_steps - step) * record.get("seconds_per_step", 0)
@@ -87,16 +91,19 @@ class Logger:
 
 def drop_records_after(path: Path, step: int) -> list[dict[str, Any]]:
     """Drop records after ``step``, which a resumed run writes again, and an unfinished line; returns the others."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    records = [record for record in records if record["step"] <= step]
+    records = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with suppress(ValueError):  # The last line may be unfinished.
+            records += [record] if (record := json.loads(line))["step"] <= step else []
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
 
 
 def write_provenance(path: Path, process: Process, step: int, changes: list[str]) -> None:
     """Write where this start of the run came from, followed by the same of its earlier starts."""
-    last = json.loads(path.read_text()) if path.exists() else {}
+    last = {}
+    with suppress(FileNotFoundError, ValueError):
+        last = json.loads(path.read_text())
     content: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
     with suppress(OSError, subprocess.SubprocessError):  # Without git or a repository, nothing is known of the code.
         command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
@@ -125,7 +132,7 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     for axes, (event, name) in zip(figure.subplots(len(names), squeeze=False).flat, names, strict=True):
         for run, log in logs.items():
             points = [(r["step"], r[name]) for r in log if r["event"] == event and name in r]
-            axes.plot(*zip(*points, strict=True), label=run)
+            axes.plot(*zip(*points, strict=True), label=run, marker="." if len(points) == 1 else "")
         axes.set(xlabel="step", ylabel=f"{event}: {name}")
         axes.legend()
     figure.savefig(output)

@@ -6,13 +6,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from .config import Config, UserError
 from .distributed import Process, StopSignal, derive_seed, seed_everything
 from .evaluate import Evaluator, build_experiment
-from .loader import TrainSampler, build_loader, to_device
+from .loader import MeanLosses, TrainSampler, build_loader, to_device
 from .logger import Logger, profile_steps
 from .optim import build_optimizer, learning_rate
 from .parallel import Checkpointer
@@ -24,20 +22,18 @@ class Trainer:
     def __init__(self, config: Config, process: Process) -> None:
         self.config, self.process, self.stop = config, process, StopSignal(process)
         self.checkpointer = Checkpointer(config, process)
-        self.task, self.parallel, train_set, test_set = build_experiment(config, process)
-        batch, seed, dp_size = config.data.global_batch_size, config.run.seed, self.parallel.dp_size
-        self.local_batch_size = batch // dp_size
-        self.sampler = TrainSampler(len(train_set), self.parallel.dp_rank, dp_size, batch, seed)
-        self.loader = build_loader(train_set, self.sampler, self.local_batch_size, config.data, process.device, seed)
-        self.evaluator = Evaluator(self.task, self.parallel, test_set, config)
+        self.task, self.parallel, sets = build_experiment(config, process)
+        batch, dp_size = config.data.global_batch_size, self.parallel.dp_size
+        self.sampler = TrainSampler(len(sets[0]), self.parallel.dp_rank, dp_size, batch, config.run.seed)
+        self.loader = build_loader(sets[0], self.sampler, batch // dp_size, config, process.device)
+        self.losses = MeanLosses(self.task, process, batch // dp_size)
+        self.evaluator = Evaluator(self.task, self.parallel, sets[1], config)
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
         self.total_steps = min(self.scheduled_steps, config.train.max_steps or self.scheduled_steps)
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
-        self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(train_set), len(test_set)])
+        self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(each) for each in sets])
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
-        if dp_size > 1 and any(process.all_gather(": BatchNorm" in str(self.parallel.module))):
-            self.logger.print("BatchNorm uses each rank's samples: the result depends on the number of ranks")
-        self.recent: list[tuple[dict[str, Tensor], Tensor]] = []  # Losses and norms since the last record.
+        self.recent: list[dict[str, Any]] = []  # Losses and norms since the last record.
         self.waited = 0.0  # For data, in seconds since then.
         self.clock = self.ready = time.perf_counter()
 
@@ -61,7 +57,7 @@ class Trainer:
         self.checkpointer.finish()
         self.checkpointer.prune(self.logger.best_steps(self.task))
         if stopped:
-            self.logger.print(f"stopped after step {self.steps}; the same command resumes from there")
+            self.logger.print(f"stopped after step {self.steps}; the same command resumes the run")
         #:: if file("tracker", "tracker.py") ::#
         self.logger.close()
         #:: endif ::#
@@ -73,39 +69,27 @@ class Trainer:
     #:: endfilter ::#
     #:: else ::#
     def step(self, inputs: Any, targets: Any) -> None:
-        """Take one optimizer step with this rank's local batch, without waiting for the device."""
+        """Take one step with this rank's local batch, without waiting for the device."""
+        seed = derive_seed(self.config.run.seed, "step", self.steps, self.parallel.dp_rank)
+        seed_everything(seed, self.process.device)
+        self.recent.append(self.update(*self.task.prepare(inputs, targets)))
+        self.steps += 1
     #:: endif ::#
-        config, parallel = self.config, self.parallel
-        #:: if not fact("loop") ::#
-        seed_everything(derive_seed(config.run.seed, "step", self.steps, parallel.dp_rank), self.process.device)
-        inputs, targets = self.task.prepare(inputs, targets)
-        #:: endif ::#
-        losses = parallel.forward_backward(inputs, targets, self.mean_weight(targets))
+
+    def update(self, inputs: Any, targets: Any) -> dict[str, Any]:
+        """Take one optimizer step; returns its losses and the norm of its gradient."""
+        parallel, losses = self.parallel, self.losses
+        losses.weigh(targets)
+        parallel.forward_backward(inputs, targets, losses)
         self.check_gradients()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.steps, self.scheduled_steps, config.optim)
+            group["lr"] = learning_rate(self.steps, self.scheduled_steps, self.config.optim)
         parallel.scaler.unscale_(self.optimizer)
-        norm = parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
+        norm = parallel.clip_grad_norm(self.config.train.clip_grad_norm or math.inf)
         parallel.scaler.step(self.optimizer)
         parallel.scaler.update()
         self.optimizer.zero_grad()
-        #:: if not fact("loop") ::#
-        self.recent.append((losses, norm))
-        self.steps += 1
-        #:: else ::#
-        return losses, norm
-        #:: endif ::#
-
-    def mean_weight(self, targets: Any) -> int | Tensor:
-        """Return what the losses of a local batch are divided by, on average over the ranks."""
-        weight, samples = self.task.weight(targets), self.local_batch_size
-        if isinstance(weight, Tensor):
-            total = weight.detach().to(self.process.device, torch.float32, copy=True)
-            dist.all_reduce(total)
-            return total / self.process.world_size
-        if weight < samples or weight % samples:
-            raise UserError(f"Task.weight is {weight} for {samples} samples; return a multiple, or a tensor")
-        return weight
+        return losses.sums and {**losses.sums, "grad_norm": norm}  # Some ranks have no outputs.
 
     def check_gradients(self) -> None:
         """Reject parameters that the loss does not depend on."""
@@ -113,8 +97,7 @@ class Trainer:
         if missing and not self.config.train.allow_unused:
             named = self.parallel.module.named_parameters()
             unused = [name for name, p in named if p.requires_grad and p.grad is None]
-            names = ", ".join(unused[:5]) or "a parameter that is not the model's"
-            raise UserError(f"the loss does not depend on {names}; use or freeze them, or set train.allow_unused")
+            raise UserError(f"the loss does not depend on {unused[:5]}; use or freeze them, or set train.allow_unused")
 
     def finish_step(self) -> bool:
         """Log, save and evaluate if due; returns whether all ranks are to stop."""
@@ -126,12 +109,14 @@ class Trainer:
         stopped = self.stop.agreed(must_check=logs)
         if logs or stopped:
             self.log()
-        if saves or stopped:
-            self.save()  # Before the evaluation, which may take longer than a stop signal leaves.
+        if saves or stopped:  # Before the evaluation, which may take long.
+            epoch, samples = self.sampler.position(step)
+            self.checkpointer.save({"step": step, "epoch": epoch, "samples": samples})
         if evaluates and not stopped:
             self.evaluate()
         if saves:
             self.checkpointer.prune(self.logger.best_steps(self.task))
+            self.clock = time.perf_counter()
         return stopped
 
     def evaluates(self) -> bool:
@@ -139,41 +124,27 @@ class Trainer:
         return self.steps == self.total_steps or self.steps % (self.config.train.eval_every or math.inf) == 0
 
     def log(self) -> None:
-        """Log the last step; reject what was not finite since the last record. Only here, it waits."""
-        names, norms = list(self.recent[0][0]), torch.stack([norm for _, norm in self.recent])
-        losses = torch.stack([torch.stack(list(each.values())) for each, _ in self.recent])
-        dist.all_reduce(losses)
-        losses /= self.parallel.dp_size
-        step, scaler = self.steps, self.parallel.scaler
-        finite = losses.isfinite().all(dim=1)
-        if not scaler.is_enabled() or scaler.get_scale() < 1:  # Else it skips what overflows.
-            finite &= norms.isfinite()
-        if not finite.all():
-            first = int(finite.int().argmin())
-            found = f"losses of {losses[first].tolist()} and a gradient norm of {norms[first]}"
-            raise UserError(f"step {step - len(norms) + 1 + first} has {found}; lower optim.lr, or look at its data")
+        """Log the last step; reject what is not finite. Only here, it waits."""
+        steps, scaler = self.losses.average(self.recent), self.parallel.scaler
+        skips = scaler.is_enabled() and scaler.get_scale() >= 1  # It skips such steps.
+        for step, numbers in enumerate(steps, start=self.steps - len(steps) + 1):
+            if not all(math.isfinite(x) for name, x in numbers.items() if not (skips and name == "grad_norm")):
+                raise UserError(f"step {step} has {numbers}; lower optim.lr, or look at its data")
         seconds = time.perf_counter() - self.clock
-        rate = self.config.data.global_batch_size * len(norms) / seconds
-        record: dict[str, Any] = {"event": "train", "step": step, "epoch": self.sampler.position(step)[0]}
-        record |= dict(zip(names, losses[-1].tolist(), strict=True))
-        record |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": norms[-1].item()}
-        record |= {"seconds_per_step": seconds / len(norms), "data_share": self.waited / seconds}
+        rate = self.config.data.global_batch_size * len(steps) / seconds
+        head = {"event": "train", "step": self.steps, "epoch": self.sampler.position(self.steps)[0]}
+        others = {"lr": self.optimizer.param_groups[0]["lr"], "samples_per_second": rate}
+        others |= {"seconds_per_step": seconds / len(steps), "data_share": self.waited / seconds}
         if self.process.device.type == "cuda":
-            record["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
-        self.logger.log(record | {"samples_per_second": rate} | self.task.throughput(rate))
+            others["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
+        self.logger.log(head, steps[-1], others | self.task.throughput(rate))
         self.checkpointer.finish(wait=False, raises=False)
         self.recent, self.waited, self.clock = [], 0.0, time.perf_counter()
 
     def evaluate(self) -> None:
-        """Evaluate on the test set."""
-        # To compile it for another batch size would take longer.
+        """Evaluate on the validation set."""
+        # Compiling it for another size would take longer.
         with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
             metrics = self.evaluator(self.process)
-        self.logger.log({"event": "eval", "step": self.steps, "split": "test", **metrics})
-        self.clock = time.perf_counter()
-
-    def save(self) -> None:
-        """Save a checkpoint of this step."""
-        epoch, samples = self.sampler.position(self.steps)
-        self.checkpointer.save({"step": self.steps, "epoch": epoch, "samples": samples})
-        self.clock = time.perf_counter()
+        head = {"event": "eval", "step": self.steps, "split": "validation", "num_samples": self.evaluator.length}
+        self.logger.log(head, metrics)
