@@ -1,1 +1,1 @@
-scripts/launch.sh generate --checkpoint "$newest" --prompt "class "
+scripts/launch.sh generate --checkpoint runs/default --prompt "class "
