@@ -50,7 +50,7 @@ class Parallel:
 
         self.module = build_model(config.model, wrap)
         self.group = mesh.get_group("shard")
-        for block in blocks:  # Once more, because the model may have shared parameters after blocks were sharded.
+        for block in blocks:  # Once more: the model may share parameters later.
             refuse_shared(block, seen)
         self.fsdp = shard(self.module)
         self.head = cast(FSDPModule, blocks[-1])
@@ -62,8 +62,8 @@ class Parallel:
 #:: endfilter ::#
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Gradients are scattered after each micro-batch: waiting for the last would keep whole ones on each rank.
-            # Replicas average theirs once, after the last.
+            # Each micro-batch scatters its gradients: to wait for the last would keep whole ones. Replicas average
+            # theirs once, after the last.
             self.fsdp.set_requires_all_reduce(number == self.microbatches)
             self.scaler.scale(mean_loss(self.module(inputs), targets)).backward()
         if self.allow_unused:
