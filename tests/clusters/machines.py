@@ -15,7 +15,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may create 
 
 
 class Machines:
-    """Two network namespaces, of this process and with the addresses 10.77.0.1 and 10.77.0.2."""
+    """Two network namespaces, of this process, at 10.77.0.1 and fd77::1, and at 10.77.0.2 and fd77::2."""
 
     names = (f"ddp-{os.getpid()}-0", f"ddp-{os.getpid()}-1")
 
@@ -60,6 +60,7 @@ def two_machines() -> Iterator[Machines]:
         for number in (0, 1):
             machines.ip(number, "link set lo up")
             machines.ip(number, f"address add 10.77.0.{number + 1}/24 dev wire")
+            machines.ip(number, f"address add fd77::{number + 1}/64 dev wire nodad")
             machines.ip(number, "link set wire up")
         yield machines
     finally:

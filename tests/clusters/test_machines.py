@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, find_processes, launch, read_losses, started, wait_until
+from conftest import Bake, find_processes, launch, read_losses, run, started, wait_until
 from machines import Machines, needs_root, two_machines
 from training import SHORT, STEPS, TRAIN, check_first_losses
 
@@ -32,14 +32,27 @@ def whole(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_root
-@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+@pytest.mark.parametrize(
+    ("launcher", "head"), [("torchrun", "10.77.0.1"), ("torchrun", "fd77::1"), ("spawn", "fd77::1")]
+)
 def test_two_machines_have_the_losses_of_one_process(
-    baked: Bake, machines: Machines, tmp_path: Path, launcher: str
+    baked: Bake, machines: Machines, tmp_path: Path, launcher: str, head: str
 ) -> None:
     project = baked(launcher=launcher)
-    with machines.start(project, *SHORT, "--run.dir", tmp_path / "run") as launchers:
+    with machines.start(project, *SHORT, "--run.dir", tmp_path / "run", HEAD=head) as launchers:
         assert "on 2 rank(s)" in machines.wait(launchers, code=0)[0]
     check_first_losses(project, tmp_path / "run", tmp_path / "alone")
+
+
+@needs_root
+@pytest.mark.parametrize("script", ["launch.sh", "rank.sh"])
+def test_a_host_name_that_other_machines_do_not_reach_is_refused(baked: Bake, tmp_path: Path, script: str) -> None:
+    named = ("unshare", "--uts", "sh", "-c", 'hostname localhost && exec "$0" "$@"')
+    machine = {"NODES": "2", "NODE_RANK": "1", "NPROC": "1", "HEAD": "fd77::1"}
+    machine |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    words = (*named, baked() / "scripts" / script, *SHORT, "--run.dir", tmp_path / "run")
+    err = run(*words, cwd=baked(), code=2, **machine).stderr
+    assert err.count("\n") == 1 and "localhost; set GLOO_SOCKET_IFNAME" in err, err
 
 
 def resume(machines: Machines, project: Path, words: list[str], whole: Path, folder: Path) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+import time
 from pathlib import Path, PurePosixPath
 from shutil import copytree
 from signal import SIGKILL
@@ -329,3 +331,169 @@ def ranks_of(launcher: int) -> list[str]:
     """Return the child processes of a launcher that are ranks."""
     command = ["pgrep", "-P", str(launcher), "-f", "--", "-m my_experiment|spawn_main"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+
+
+LOSS = ("task.py", '        return {"loss": F.cross_entropy(')
+CONNECTION = "RuntimeError: the connection to the database: timeout of gloo"
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "line", "words"),
+    [
+        *(("ddp", line, words) for line, words in ((SAMPLE, []), (SAMPLE, WORKERS), (FORWARD, []))),
+        *((parallelism, LOSS, []) for parallelism in ("fsdp", "pipeline", "tensor")),
+        ("pipeline", FORWARD, []),  # Of the first stage, whose error another one wraps.
+    ],
+)
+def test_what_an_error_says_does_not_hide_it(
+    bake: Bake, parallelism: str, line: tuple[str, str], words: list[str]
+) -> None:
+    project, rank = bake(parallelism=parallelism), int((parallelism, line) != ("pipeline", FORWARD))
+    name, text = CONNECTION.split(": ", 1)
+    fault = f'        if __import__("os").environ["RANK"] == "{rank}":\n            raise {name}("{text}")\n'
+    edit(project, {line: line[1] + fault if line == FORWARD else fault + line[1]})
+    err = launch(project, *SMALL, *words, "--run.dir", "run", code=1).stderr
+    assert f"\n{CONNECTION}\n" in err, err
+    assert rank == 0 or err.endswith(f"\nerror: rank 0 waited in vain: rank 1 failed with {CONNECTION}\n"), err
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "pipeline", "tensor"])
+def test_a_rank_that_waits_for_a_killed_one_prints_one_line(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism)
+    fault = '        import os\n        if os.environ["RANK"] == "1":\n            os.kill(os.getpid(), 9)\n'
+    edit(project, {LOSS: fault + LOSS[1]})
+    waited, killed = launch(project, *SMALL, "--run.dir", "run", code=1).stderr.splitlines()
+    assert waited.startswith("error: rank 0 waited in vain: a rank died or left (RuntimeError: "), waited
+    assert "gloo" not in waited and killed == "error: rank 1 was ended by SIGKILL"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("workers", "killed"), [("1", 1), ("3", 6)])
+def test_a_loader_process_that_dies_is_named(bake: Bake, rank: int, workers: str, killed: int) -> None:
+    project = bake()
+    words = [*SMALL, "--train.epochs", "1000", "--train.max_steps", "20000", "--train.eval_every", "4"]
+    words += ["--data.num_workers", workers, "--distributed.timeout_seconds", "60", "--run.dir", "run"]
+    with started(project / "scripts" / "launch.sh", *words, cwd=project, NPROC="2") as launcher:
+        wait_until(lambda: len(read_losses(project / "run")) > 8, "both loaders have processes")
+        (parent,) = {*map(int, ranks_of(launcher.pid))} & {*find_processes(f"LOCAL_RANK={rank}")}
+        command = ["pgrep", "-P", str(parent), "-f", "--", "spawn_main"]
+        loaders = [*map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())]
+        assert len(loaders) == 2 * int(workers)
+        for loader in loaders[:killed]:
+            os.kill(loader, SIGKILL)
+        start = time.monotonic()
+        assert launcher.wait(timeout=60) == 1 and time.monotonic() - start < 10
+        err = launcher.communicate(timeout=60)[1]
+    assert any(f"(pid {loader}) is killed by signal" in err for loader in loaders[:killed]) or any(
+        f"(pid(s) {loader}) exited unexpectedly" in err for loader in loaders[:killed]
+    ), err
+    assert rank == 0 or "rank 0 waited in vain: rank 1 failed with RuntimeError: DataLoader worker" in err, err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "redirection"),
+    [
+        *(("torchrun", redirection) for redirection in (">&-", "2>&-", "<&- >&- 2>&-", "| head -n 1", "2>&1 | true")),
+        *(("spawn", redirection) for redirection in ("<&- >&- 2>&-", "2>&1 | true")),
+    ],
+)
+def test_printing_ends_no_run(bake: Bake, launcher: str, redirection: str) -> None:
+    project = bake(launcher=launcher)
+    edit(
+        project, {FORWARD: FORWARD[1] + '        print("user")\n        print("user", file=__import__("sys").stderr)\n'}
+    )
+    script = f'scripts/launch.sh "$@" {redirection}; exit "${{PIPESTATUS[0]}}"'
+    for steps in ("2", "4"):  # The second one resumes from an older checkpoint, and prints that.
+        words = [*SMALL, *WORKERS, "--checkpoint.every_steps", "1", "--run.dir", "run", "--train.max_steps", steps]
+        run("bash", "-c", script, "_", *words, cwd=project, NPROC="2")
+        checkpoints = sorted((project / "run" / "checkpoints").glob("*.pt"))
+        assert load(project / "run")["progress"]["step"] == int(steps)
+        checkpoints[-1].write_bytes(b"damaged")
+    assert len(read_losses(project / "run")) == 4 and (project / "run/checkpoints/step-00000002.pt.damaged").exists()
+
+
+@pytest.mark.parametrize("redirection", [">&-", "<&- >&- 2>&-", "| head -n 1"])
+def test_printing_ends_no_process(bake: Bake, redirection: str) -> None:
+    project = bake()
+    script = f'"$0" -m my_experiment "$@" {redirection}; exit "${{PIPESTATUS[0]}}"'
+    run("bash", "-c", script, sys.executable, *SMALL, *WORKERS, "--run.dir", "run", cwd=project, PYTHONPATH="src")
+    assert load(project / "run")["progress"]["step"] == 4 and len(read_losses(project / "run")) == 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "0"}, "'WORLD_SIZE'"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR expected"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT expected"),
+        ({"RANK": "one", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, "'one'"),
+        ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, "'two'"),
+    ],
+)
+def test_what_a_launcher_did_not_set_is_named(bake: Bake, variables: dict[str, str], named: str) -> None:
+    project = bake()
+    words = (sys.executable, "-m", "my_experiment", *SMALL, "--run.dir", "run")
+    err = run(*words, cwd=project, code=2, PYTHONPATH="src", **variables).stderr
+    assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
+    assert not (project / "run").exists()
+
+
+ALONE = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "HEAD": "127.0.0.1", "NPROC": "1"}
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "rank.sh"])
+def test_a_script_is_called_through_a_link_from_anywhere(bake: Bake, tmp_path: Path, script: str) -> None:
+    project = Path(copytree(bake(), tmp_path / "a project"))
+    python = tmp_path / "a python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "train").symlink_to(project / "scripts" / script)
+    (tmp_path / "link").symlink_to("train")
+    run(tmp_path / "link", *SMALL, "--run.dir", "run", cwd=tmp_path, PYTHON=str(python), **ALONE)
+    assert len(read_losses(tmp_path / "run")) == 4
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "rank.sh"])
+@pytest.mark.parametrize("interpreter", ["absent", "no program", "of the environment", "of another project"])
+def test_an_interpreter_that_cannot_run_is_named(bake: Bake, tmp_path: Path, script: str, interpreter: str) -> None:
+    project, python, environment = bake(), tmp_path / "python", dict(ALONE)
+    if interpreter == "of the environment":
+        environment |= {"PYTHON": "", "PATH": "/usr/bin:/bin"}
+        python = project / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+    environment |= {"PYTHON": "" if python.parent.name == "bin" else str(python)}
+    if interpreter == "of another project":
+        environment["PYTHON"] = "/usr/bin/python3"
+    elif interpreter != "absent":
+        python.write_text("import this\n")
+    err = run(project / "scripts" / script, *SMALL, "--run.dir", "run", cwd=project, code=2, **environment).stderr
+    assert err.count("\n") == 1 and "run 'make setup' first" in err, err
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("", 2), ("-1", 2), ("NoDevFiles", 2), ("0", 1), ("0,1,-1,2", 2)])
+def test_ranks_are_as_many_as_visible_devices_or_two(bake: Bake, visible: str, ranks: int) -> None:
+    project = bake()
+    launcher = (project / "scripts" / "launch.sh", *SMALL, "--train.max_steps", "1", "--run.dir", "run")
+    assert f" on {ranks} rank(s)" in run(*launcher, cwd=project, CUDA_VISIBLE_DEVICES=visible).stdout
+
+
+def test_a_project_that_git_converts_for_windows_runs(bake: Bake, tmp_path: Path) -> None:
+    project = bake(cluster="slurm")
+    git = ("git", "-c", "core.autocrlf=true", "-c", "user.name=x", "-c", "user.email=x@example.com")
+    for words in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message=x")):
+        run(*git, *words, cwd=project)
+    run(*git, "clone", "--quiet", project, tmp_path / "clone", cwd=tmp_path)
+    files = [
+        tmp_path / "clone" / name for name in ("README.md", "Makefile", "scripts/train.sbatch", "scripts/launch.sh")
+    ]
+    assert [b"\r\n" in file.read_bytes() for file in files] == [True, False, False, False]
+    launch(tmp_path / "clone", *SMALL, "--run.dir", "run")
+
+
+def test_the_template_is_the_same_where_git_converts_for_windows(tmp_path: Path) -> None:
+    template = Path(__file__).parents[2]
+    run("git", "-c", "core.autocrlf=true", "clone", "--quiet", template, tmp_path / "clone", cwd=tmp_path)
+    for script in tmp_path.glob("clone/**/*.sh"):
+        assert b"\r\n" not in script.read_bytes(), script
+    run(BIN / "cookiecutter", tmp_path / "clone", "--no-input", "--output-dir", tmp_path, cwd=tmp_path)
+    launch(tmp_path / "my-experiment", *SMALL, "--run.dir", "run")

@@ -80,7 +80,7 @@ def doctor(config: Config) -> NoReturn:
         rows += [check_shared_memory(), check_disk(Path(config.run.dir))]
     try:
         process = rendezvous(config)
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, UserError) as error:
         exit_now(print_rows([*rows, ("fail", "rendezvous", f"{socket.gethostname()}: {str(error).splitlines()[0]}")]))
     code = print_rows(merge(exchange(process, "alone", rows)), process.rank)
     if code == 0:  # Otherwise the process group would only wait in vain.

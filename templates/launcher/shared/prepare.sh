@@ -1,22 +1,16 @@
-set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
-python="${PYTHON:-$root/.venv/bin/python}"
-[[ -x "$python" ]] || python="${PYTHON:-python3}"
-mistake() { echo "error: $1" >&2 && exit 2; }
-"$python" -c 'from importlib.metadata import version as v; v("torch"), v("jsonargparse")' 2>/dev/null ||
-    mistake "$python lacks this project's packages; run 'make setup' first, or set PYTHON"
-[[ "$root" != *:* ]] || mistake "$root has a colon, which PYTHONPATH cannot hold; rename that folder"
+#:: include "launcher/shared/project.sh" ::#
 case " $* " in
     *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " estimate "*)
         exec "$python" -m {{ cookiecutter.__package }} "$@" ;;
 esac
 gpus="${CUDA_VISIBLE_DEVICES-$(compgen -G '/dev/nvidia[0-9]*' || true)}"
+gpus=",$gpus" gpus="${gpus%%,[-N]*}" # CUDA sees nothing from -1 or NoDevFiles on.
 gpus=$(wc -w <<<"${gpus//,/ }")
 nproc="${NPROC:-{{ fact("nproc") or fact("ranks") or "$((gpus ? gpus : 2))" }}}" nodes="${NODES:-1}" number='[1-9][0-9]{0,4}'
 [[ "$nproc $nodes" =~ ^$number\ $number$ ]] || mistake "NPROC=$nproc and NODES=$nodes have to be numbers"
 [[ $nodes == 1 || (-n "${HEAD:-}" && "${NODE_RANK:-}" =~ ^(0|$number)$ && $NODE_RANK -lt $nodes) ]] ||
     mistake "NODES=$nodes requires HEAD, the first machine, and NODE_RANK from 0 to $((nodes - 1))"
+[[ $nodes == 1 || " $* " == *" doctor "* ]] || check_host_name
 # Reports a mistake once, in one line, before any rank starts.
 WORLD_SIZE=$((nodes * nproc)) "$python" -m {{ cookiecutter.__package }} --preflight "$@"
 

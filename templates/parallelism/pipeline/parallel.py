@@ -68,11 +68,10 @@ class Parallel:
             self.build_schedule(batches[0][0])
         torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
         self.targets, self.mean_loss = [targets for _, targets in batches], mean_loss
-        numbers = torch.arange(self.microbatches)
+        ids = torch.arange(self.microbatches)
         if first := self.stages.get(0):
             first.inputs = [inputs for inputs, _ in batches]
-        target = numbers if self.last in self.stages else None
-        self.schedule.step(*[numbers] * (first is not None), target=target, return_outputs=False)
+        self.schedule.step(*[ids] * (first is not None), target=ids if self.last in self.stages else None)
         self.average_gradients()
 
     def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Parallel:
             users = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
             dist.all_reduce(users, group=self.dp_group)
             for p, count in zip(parameters, users.tolist(), strict=True):
-                if count and p.grad is None:  # Only another group used it.
+                if count and p.grad is None:  # Another group used it.
                     p.grad = torch.zeros_like(p)
         whole, shards = self.gradients()
         self.steps += 1

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from .config import Config, UserError
 
 CPU, STOP_SIGNALS = torch.device("cpu"), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-CHECK_SECONDS = 1.0  # Time between two checks for stop signals, while no record is due.
 CLEAR = "loading state_dict|deterministic implementation|(not|that) require a? ?grad|finished reduction|non-contiguous"
 REPORT_SECONDS = 3.0  # How long ranks that waited in vain are counted, to find those that are silent.
 FILE_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.
@@ -72,12 +71,15 @@ def rendezvous(config: Config) -> Process:
             exit_now(1)  # It was killed before.
     if "RANK" not in os.environ:
         return Process(dist.HashStore(), 0, 1)
-    method, timeout = config.distributed.init_method, timedelta(seconds=config.distributed.timeout_seconds)
+    method, wait = config.distributed.init_method, timedelta(seconds=config.distributed.timeout_seconds)
     if method != "env://":
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # Rank 0 opens the store, not torchrun.
-    numbers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, rank, world_size = next(dist.rendezvous(method, *numbers, timeout=timeout))
-    return Process(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank, world_size)
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store, *ranks = next(dist.rendezvous(method, rank, world_size, timeout=wait))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"a launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none: {error}") from None
+    return Process(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), *ranks)
 
 
 def setup(config: Config, process: Process) -> None:
@@ -121,7 +123,7 @@ def cleanup(process: Process, stopped: bool = False) -> None:
 
 def exit_now(code: int) -> NoReturn:
     """End the process at once: Python would take threads apart that gloo keeps running, and sometimes abort."""
-    with suppress(OSError):  # Nobody may read them any more.
+    with suppress(OSError, AttributeError):  # Nobody may read it any more, or it was closed.
         sys.stdout.flush()
     os._exit(code)
 
@@ -135,9 +137,8 @@ def seed_everything(seed: int, device: torch.device | None = None) -> None:
     """Seed Python, NumPy and PyTorch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms: it also looks for every accelerator.
-    if device is not None and device.type != "cpu":
-        torch.manual_seed(seed)
+    generators: Any = torch.default_generator if device in (None, CPU) else torch  # It takes 0.1 ms to find them all.
+    generators.manual_seed(seed)
 
 
 class StopSignal:
@@ -145,7 +146,7 @@ class StopSignal:
 
     def __init__(self, process: Process) -> None:
         self.process, self.clock = process, time.monotonic()
-        self.steps, self.steps_between = 0, 1  # Since the last check, and from one check to the next.
+        self.steps, self.steps_between = 0, 1  # Since the last check, and from one to the next, a second later.
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: process.store.set("stop", ""))
 
@@ -155,11 +156,10 @@ class StopSignal:
         if not must_check and self.steps < self.steps_between:
             return False
         received = self.process.rank == 0 and self.process.store.check(["stop"])
-        message = torch.tensor([float(received), (time.monotonic() - self.clock) / self.steps])
+        message = torch.tensor([received, max(1.0, self.steps / max(time.monotonic() - self.clock, 1e-6))])
         dist.barrier(group=self.process.cpu_group)  # Else only some ranks would notice one that hangs.
         dist.broadcast(message, 0, group=self.process.cpu_group)  # A tree: log2(N) messages, one after the other.
-        received, seconds_per_step = message.tolist()
-        self.steps_between = max(1, int(CHECK_SECONDS / max(seconds_per_step, 1e-6)))
+        received, self.steps_between = message.tolist()
         self.steps, self.clock = 0, time.monotonic()
         return received > 0
 
@@ -170,14 +170,14 @@ def fail(error: Exception, process: Process) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     if re.search(CLEAR, str(error)):
         error = UserError(str(error).replace("you set", "train.exact sets"))
-    text, me = " ".join(f"{type(error).__name__}: {error}".split()), process.rank
-    waited = isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|collective|onnection|timeout", text))
+    waited = isinstance(error, dist.DistError) or bool(re.match(r"(Gloo .*)?\[\S*gloo/", str(error.__cause__ or error)))
+    text = " ".join(re.sub(r"(?s)\[\S*gloo/\S*\]|.*Traceback .*\n\b", "", f"{type(error).__name__}: {error}").split())
     try:
         reason, prints = ThreadPoolExecutor(1).submit(find_reason, text, waited, process).result(4 * REPORT_SECONDS)
     except (RuntimeError, TimeoutError):
-        reason, prints = "no report from rank 0: it died, or the link is cut", me % -(-process.world_size // 8) == 0
+        reason, prints = "no report from rank 0: dead, or cut off", process.rank % -(-process.world_size // 8) == 0
     if prints and waited:
-        print(f"error: rank {me} waited in vain: {reason}", file=sys.stderr)
+        print(f"error: rank {process.rank} waited in vain: {reason}", file=sys.stderr)
     elif prints and isinstance(error, UserError):
         print(f"error: {text.removeprefix('UserError: ')[:2000]}", file=sys.stderr)
     elif prints:
@@ -194,8 +194,8 @@ def find_reason(text: str, waited: bool, process: Process) -> tuple[str, bool]:
         return first, first == own or "failed with" not in first
     store.set(f"waited{me}", "")
     # If waits timed out, one rank looks for silent ones; if a connection was closed, the launcher names the rank.
-    searches = bool(re.search("imed? ?out", text)) and store.compare_set("searches", "", me).decode() == me
-    silent = {*range(process.world_size)} if searches else set()
+    searches = re.search("imed? ?out", text) and store.compare_set("searches", "", me).decode() == me
+    silent = {*range(process.world_size if searches else 0)}
     deadline = time.monotonic() + (REPORT_SECONDS if searches else REPORT_SECONDS + 1 if process.rank == 0 else 0)
     while time.monotonic() < deadline and not store.check(["failure"]):
         time.sleep(0.1)

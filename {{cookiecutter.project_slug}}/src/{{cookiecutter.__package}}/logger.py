@@ -30,7 +30,7 @@ class Logger:
 
     def __init__(self, config: Config, process: Process, step: int, total_steps: int, changes: list[str]) -> None:
         self.is_main, self.total_steps = process.rank == 0, total_steps
-        self.erase = "\r\x1b[K" if self.is_main and sys.stdout.isatty() else ""  # A terminal's last line: the step.
+        self.erase = "\r\x1b[K" if self.is_main and sys.stdout and sys.stdout.isatty() else ""  # Of a terminal.
         self.evaluations: dict[int, dict[str, Any]] = {}  # By step.
         if not self.is_main:
             return
@@ -79,7 +79,8 @@ class Logger:
     def print(self, text: str, end: str = "\n") -> None:
         """Print one line."""
         if self.is_main:
-            print(self.erase + text, end=end, flush=True)
+            with suppress(OSError):  # Nobody may read it any more; the records are in the file.
+                print(self.erase + text, end=end, flush=True)
     #:: if file("tracker", "tracker.py") ::#
 
     def close(self) -> None:
