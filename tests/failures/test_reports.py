@@ -37,6 +37,15 @@ TASK = (
     "task.py",
     '        """Load what the losses need, such as a teacher: modules are frozen, in eval mode, on ``device``."""\n',
 )
+HEAD = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
+BUILD = ("model.py", "    return nn.Sequential(blocks)\n")
+PREPARED, WEIGHT = ("task.py", "        return inputs, targets\n"), ("task.py", "        return len(targets)\n")
+LOSSES = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}\n')
+MEASURED = ("task.py", '        losses = F.cross_entropy(outputs.float(), targets, reduction="none")\n')
+OPTIMIZER = (
+    "optim.py",
+    "AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)",
+)
 METRICS, ACCURACY = ("task.py", 'return {"loss": losses,'), ("task.py", '            "accuracy": correct.mean(),\n')
 
 
@@ -124,6 +133,18 @@ EXPANDED = add(STEM, "        self.register_buffer('scale', self.norm.weight.det
 SHORT = add(STEM, "        self.register_buffer('scale', self.norm.weight.detach().short())\n")
 LAMBDA = add(LOADED, "        self.crop = lambda image: image\n")
 BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
+# A forward pass in training updates their buffers too (pytorch#62471, #96136).
+SPECTRAL = add(HEAD, "        nn.utils.parametrizations.spectral_norm(self.linear)\n")
+OLD_SPECTRAL = add(HEAD, "        nn.utils.spectral_norm(self.linear)\n")
+# Sharding puts another tensor in the place of a parameter (torchrec#4268, pytorch#136929).
+HOOK = add(HEAD, "        self.linear.weight.register_hook(lambda gradient: gradient * 0)\n")
+ATTRIBUTE = add(HEAD, "        self.linear.weight.no_decay = True\n")
+# A stage runs the blocks, not the sequence that had them (torchtitan#1728).
+MODEL_HOOK = {
+    BUILD: "    model = nn.Sequential(blocks)\n"
+    "    model.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2 - 1,))\n"
+    "    return model\n"
+}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +154,10 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
         ("ddp", LAMBDA, WORKERS, "data.num_workers"),
         ("ddp", add(LOADED, "        self.file = open(__file__)\n"), WORKERS, "data.num_workers"),
         ("ddp", BATCH_NORM, ["--train.activation_checkpointing", "true"], "BatchNorm"),
+        ("ddp", SPECTRAL, ["--train.activation_checkpointing", "true"], "activation_checkpointing"),
+        ("ddp", OLD_SPECTRAL, ["--train.activation_checkpointing", "true"], "activation_checkpointing"),
+        ("pipeline", MODEL_HOOK, [], "nn.Sequential"),
+        *((strategy, change, [], "linear.weight") for strategy in ("fsdp", "tensor") for change in (HOOK, ATTRIBUTE)),
         ("fsdp", SHORT, [], "scale of Stem"),
         *((strategy, EXPANDED, [], "scale of Stem") for strategy in ("tensor", "pipeline")),
     ],
@@ -144,6 +169,114 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     edit(project, changes)
     assert named in refuse(project, *words)
     assert not read_records(project / "run", "train")
+
+
+def test_a_hook_of_the_whole_model_acts_on_every_rank(bake: Bake) -> None:
+    project = bake()  # pytorch#35191.
+    launch(project, *SMALL, "--run.dir", "without")
+    edit(project, MODEL_HOOK)
+    for nproc in (1, 2):
+        launch(project, *SMALL, "--run.dir", f"run{nproc}", nproc=nproc)
+    losses = read_losses(project / "run1")
+    assert losses == pytest.approx(read_losses(project / "run2"), rel=1e-5) and losses != read_losses(
+        project / "without"
+    )
+
+
+# Lightning-AI/pytorch-lightning#20340 and facebookresearch/detectron2#2486; prism-science/WaterFlow#78.
+UNFROZEN = add(STEM, "        self.steps = 0\n        self.conv.requires_grad_(False)\n") | add(
+    FORWARD, "        self.steps += self.training\n        self.conv.requires_grad_(self.steps > 1)\n"
+)
+CREATED = add(
+    FORWARD,
+    "        if not hasattr(self, 'extra'):\n            self.extra = nn.Conv2d(1, 1, 1)\n"
+    "        images = images + self.extra(images)\n",
+)
+
+
+@pytest.mark.parametrize(("changes", "named"), [(UNFROZEN, "stem.conv.weight"), (CREATED, "stem.extra.weight")])
+def test_parameters_that_no_optimizer_has_are_named_before_a_checkpoint(
+    bake: Bake, changes: Changes, named: str
+) -> None:
+    project = bake()
+    edit(project, changes)
+    assert named in refuse(project)
+    assert not list((project / "run").glob("checkpoints/*.pt"))
+
+
+# pytorch#37246 and rosinality/glow-pytorch#2: forward writes a parameter, from the samples of its rank.
+MAX_NORM = add(STEM, "        self.bins = nn.Embedding(17, width, max_norm=0.5)\n") | add(
+    FORWARD,
+    "        images = images + self.bins((images.mean((1, 2, 3)) * 64).long().clamp(max=16))[:, :1, None, None]\n",
+)
+ACT_NORM = add(STEM, "        self.shift = nn.Parameter(self.norm.weight.detach()[:1] * 0)\n") | add(
+    FORWARD,
+    "        if self.training and not self.shift.any():\n            self.shift.data -= images.mean()\n"
+    "        images = images + self.shift\n",
+)
+
+
+@pytest.mark.parametrize(("changes", "named"), [(MAX_NORM, "stem.bins.weight"), (ACT_NORM, "stem.shift")])
+def test_copies_of_a_model_that_differ_are_named_before_a_checkpoint(bake: Bake, changes: Changes, named: str) -> None:
+    project = bake()
+    edit(project, changes)
+    assert named in refuse(project)
+    assert not list((project / "run").glob("checkpoints/*.pt"))
+    launch(project, *SMALL, "--run.dir", "alone", nproc=1)
+
+
+# mosaicml/composer#1906 (texts) and hpcaitech/ColossalAI#4489 (a class of one's own): each micro-batch would get all.
+TEXTS = {
+    PAIR: PAIR[1].replace("self.labels[index]", "str(int(self.labels[index]))"),
+    LOSSES: LOSSES[1].replace(
+        "targets,", "torch.tensor([int(target) for target, _ in zip(targets, outputs, strict=False)]),"
+    ),
+    MEASURED: "        targets = torch.tensor([int(target) for target in targets])\n" + MEASURED[1],
+}
+OBJECT = {
+    COLLATED: "class Batch:\n    def __init__(self, samples):\n"
+    "        self.images, self.labels = default_collate(samples)\n\n    def __len__(self):\n"
+    "        return len(self.labels)\n\n\ndef collate_fn(samples):\n    return (Batch(samples),) * 2\n",
+    FORWARD: FORWARD[1] + "        images = images.images\n",
+    LOSSES: LOSSES[1].replace("targets,", "targets.labels,"),
+    MEASURED: "        targets = targets.labels\n" + MEASURED[1],
+}
+
+
+@pytest.mark.parametrize("changes", [TEXTS, OBJECT])
+def test_micro_batches_of_what_cannot_be_split_are_refused(bake: Bake, changes: Changes) -> None:
+    project = bake()
+    edit(project, changes)
+    assert "train.microbatches" in refuse(project, "--train.microbatches", "2")
+    assert not read_records(project / "run", "train")
+    launch(project, *SMALL, "--run.dir", "one")
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_an_optimizer_without_state_resumes(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism)  # pytorch#133415.
+    edit(project, {OPTIMIZER: "SGD(groups, lr=config.lr)"})
+    launch(project, *SMALL, "--run.dir", "straight")
+    for steps in ("2", "4"):
+        launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", steps)
+    assert read_losses(project / "run") == read_losses(project / "straight")
+
+
+def test_several_teachers_are_frozen_and_in_eval_mode(bake: Bake) -> None:
+    project = bake()  # facebookresearch/unbiased-teacher#47.
+    teacher = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))"
+    edit(project, add(TASK, f"        self.teachers = [{teacher} for _ in range(2)]\n"))
+    edit(project, {PREPARED: "        return inputs, (targets, sum(teacher(inputs) for teacher in self.teachers))\n"})
+    edit(
+        project,
+        {LOSSES: LOSSES[1].replace("targets,", "targets[0],")[:-2] + " + (outputs - targets[1]).square().sum()}\n"},
+    )
+    edit(
+        project, {WEIGHT: "        return len(targets[0])\n", MEASURED: "        targets, _ = targets\n" + MEASURED[1]}
+    )
+    for nproc in (1, 2):
+        launch(project, *SMALL, "--run.dir", f"run{nproc}", nproc=nproc)
+    assert read_losses(project / "run1") == pytest.approx(read_losses(project / "run2"), rel=1e-5)
 
 
 @pytest.mark.parametrize(
