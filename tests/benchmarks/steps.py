@@ -35,7 +35,7 @@ from my_experiment.model import build_model
 _, config, _ = parse(["train"])
 dist.init_process_group("gloo")
 torch.manual_seed(config.run.seed)
-samples, _ = build_datasets(config)
+samples, *_ = build_datasets(config)
 model = DistributedDataParallel(build_model(config.model))
 optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)

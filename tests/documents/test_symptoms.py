@@ -53,7 +53,7 @@ def be_killed(project: Path) -> str:
 
 def have_unused_parameters(project: Path) -> str:
     edit(project, {NORM: NORM[1] + "        self.unused = nn.Linear(1, 1)\n"})
-    return report(project, code=2).replace("stem.unused.", "unused.")
+    return report(project, code=2).replace("['stem.unused.weight', 'stem.unused.bias']", "['unused.weight']")
 
 
 def explode(project: Path) -> str:

@@ -40,7 +40,7 @@ how, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 _, config, _ = parse(["train", *sys.argv[4:]])
 device = torch.device("cpu" if config.distributed.device == "cpu" else "cuda")
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-samples, _ = build_datasets(config)
+samples, *_ = build_datasets(config)
 torch.manual_seed(0)
 model = build_model(config.model).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
