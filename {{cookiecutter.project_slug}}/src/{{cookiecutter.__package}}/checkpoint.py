@@ -108,17 +108,17 @@ class Checkpointer:
         changes, scaler = self.compare(self.start["config"]), parallel.scaler
         self.load(parallel, self.start, optimizer)
         for name, p in parallel.module.named_parameters():
-            if name not in self.start["stateful"]:  # It never had a gradient; loading counts a step for it.
-                optimizer.state.pop(p, None)
+            for key, v in optimizer.state.pop(p, {}).items():
+                if name in self.start["stateful"]:  # Else, it never had a gradient; loading counts a step for it.
+                    optimizer.state[p][key] = torch.empty_like(p).copy_(v) if getattr(v, "shape", 0) == p.shape else v
         scaler.load_state_dict(self.start["scaler"] or scaler.state_dict())
         return self.start["progress"]["step"], changes
 
     @staticmethod
     def load(parallel: Any, content: dict[str, Any], *optimizers: Any) -> None:
         """Load what ``read_on_main`` has returned, with the state of the optimizer if one is given."""
-        parts = content.pop("model", {}), content.pop("optimizer", {}).get("state")
-        model, state = tree_map_only(Tensor, Tensor.contiguous, parts)  # They are sent as they lie in memory.
-        parallel.load_full_state_dict(model, *optimizers, state=state)
+        parts = tree_map_only(Tensor, Tensor.contiguous, (content.pop("model", {}), content.pop("optimizer", {})))
+        parallel.load_full_state_dict(parts[0], *optimizers, state=parts[1].get("state"))  # Sent as they lie in memory.
 
     def save(self, progress: dict[str, int]) -> None:
         """Copy the run after a ``step``, at an ``epoch`` and a number of its ``samples``; a thread writes the copy."""
