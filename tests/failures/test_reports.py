@@ -49,6 +49,7 @@ OPTIMIZER = (
     "optim.py",
     "AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)",
 )
+IMPORTED = {("model.py", "from torch import Tensor, nn\n"): "import torch\nfrom torch import Tensor, nn\n"}
 METRICS, ACCURACY = ("task.py", 'return {"loss": losses,'), ("task.py", ' "accuracy": correct.mean(),')
 
 
@@ -210,6 +211,135 @@ def test_several_teachers_are_frozen_and_in_eval_mode(bake: Bake) -> None:
     for nproc in (1, 2):
         launch(project, *SMALL, "--run.dir", f"run{nproc}", nproc=nproc)
     assert read_losses(project / "run1") == pytest.approx(read_losses(project / "run2"), rel=1e-5)
+
+
+# What is sent or read has the layout of the sender.
+LAYOUTS = {
+    "channels_last": {BUILD: "    return nn.Sequential(blocks).to(memory_format=torch.channels_last)\n"},
+    "transposed": add(HEAD, "        self.linear.weight = nn.Parameter(torch.randn(width, CLASSES).div(9).t())\n"),
+    "buffer": add(STEM, "        scale = torch.rand(1, 4, 8, 8).to(memory_format=torch.channels_last)\n")
+    | {FORWARD: FORWARD[1] + "        images = images + self.scale[:, :1] - self.scale[:, 1:2]\n"},
+}
+LAYOUTS["buffer"][STEM] += "        self.register_buffer('scale', scale)\n"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_any_layout_resume_and_evaluate(bake: Bake, layout: str) -> None:
+    project = bake()
+    edit(project, IMPORTED | LAYOUTS[layout])
+    launch(project, *SMALL, "--run.dir", "straight")
+    for steps in ("2", "4"):
+        launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", steps)
+    assert read_losses(project / "run") == pytest.approx(read_losses(project / "straight"), rel=1e-6)
+    evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
+    evaluated = [
+        json.loads(launch(project, *evaluate, folder, nproc=nproc).stdout)["loss"]
+        for folder, nproc in (("straight", 1), ("straight", 2), ("run", 2))
+    ]
+    assert evaluated == pytest.approx(evaluated[:1] * 3, rel=1e-6)
+    validated = [read_records(project / folder, "eval")[-1]["loss"] for folder in ("straight", "run")]
+    assert validated[0] == pytest.approx(validated[1], rel=1e-6)
+
+
+SQUARES = '        squares = outputs.square().sum()\n        self.calls = getattr(self, "calls", 0) + 1\n'
+TWO = LOSSES[1].strip()[len("return ") : -1] + ', "squares": squares}'
+RANK = 'int(__import__("os").environ["RANK"])'
+
+
+def test_losses_are_averaged_by_name(bake: Bake) -> None:
+    project = bake()
+    edit(project, {LOSSES: SQUARES + f"        losses = {TWO}\n        return losses\n"})
+    launch(project, *SMALL, "--run.dir", "straight")
+    # In another order on the other rank, and in every other step.
+    turned = f"dict(list(losses.items())[:: 1 if (self.calls + {RANK}) % 2 else -1])"
+    edit(project, {("task.py", "        return losses\n"): f"        return {turned}\n"})
+    launch(project, *SMALL, "--run.dir", "run")
+    runs = [read_records(project / folder, "train") for folder in ("straight", "run")]
+    for name in ("loss", "squares", "grad_norm"):
+        first, second = ([record[name] for record in records] for records in runs)
+        assert first == second and len(first) == 4
+
+
+@pytest.mark.parametrize(
+    ("losses", "named"),
+    [
+        ('{"loss": squares} | ({"other": squares} if self.calls > 1 else {})', "Task.losses returns ['loss', 'other']"),
+        (f'{{"loss": squares}} | ({{"other": squares}} if {RANK} else {{}})', "Task.losses returns ['loss"),
+        ('{"nll": squares}', "Task.losses returns ['nll']"),
+        ("{}", "Task.losses returns []"),
+        ("[squares]", "Task.losses returns ["),
+        ("squares", "Task.losses returns "),
+        ('{"loss": squares, "step": squares}', "two numbers of one name"),
+        ('{"loss": squares, "lr": squares}', "two numbers of one name"),
+        ('{"loss": squares, "grad_norm": squares}', "Task.losses returns ['loss', 'grad_norm']"),
+    ],
+)
+def test_losses_that_cannot_be_averaged_or_recorded_are_named(bake: Bake, losses: str, named: str) -> None:
+    project = bake()
+    edit(project, {LOSSES: SQUARES + f"        return {losses}\n"})
+    assert named in refuse(project)
+    assert not list((project / "run").glob("checkpoints/*.pt"))
+
+
+def test_samples_of_several_sizes_are_padded_by_the_task(bake: Bake) -> None:
+    project = bake()
+    boxes = "[torch.ones(3 + index % 2, 4) for index in range(len(samples))]"
+    collate = f"def collate_fn(samples):\n    images, labels = default_collate(samples)\n    boxes = {boxes}\n"
+    edit(project, {COLLATED: collate + "    return images, (labels, boxes)\n"})
+    edit(project, {LOSSES: LOSSES[1].replace("targets,", "targets[0],"), WEIGHT: "        return len(targets[0])\n"})
+    edit(project, {MEASURED: "        targets, _ = targets\n" + MEASURED[1]})
+    assert "Task.prepare" in refuse(project) and not read_records(project / "run", "train")
+    padded = "torch.nn.utils.rnn.pad_sequence(targets[1], batch_first=True)"
+    edit(project, {PREPARED: f"        return inputs, (targets[0], {padded})\n"})
+    launch(project, *SMALL, "--run.dir", "run", "--train.microbatches", "2")
+
+
+EXTRA = "        self.extra = nn.Parameter(torch.ones(4, 1, 1), requires_grad={})\n"
+USED = '"USED" in __import__("os").environ'
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "words"),
+    [("ddp", []), ("fsdp", []), ("fsdp", ["--checkpoint.format", "sharded"])],
+    ids=["ddp-full", "fsdp-full", "fsdp-sharded"],
+)
+@pytest.mark.parametrize("before", ["frozen", "unused"])
+def test_a_parameter_that_had_no_gradient_trains_after_a_resume(
+    bake: Bake, before: str, parallelism: str, words: list[str]
+) -> None:
+    project = bake(parallelism=parallelism)
+    edit(project, IMPORTED | add(STEM, EXTRA.format(USED if before == "frozen" else "True")))
+    edit(project, add(FORWARD, f"        images = images * (self.extra.mean() if {USED} else 1)\n"))
+    often = [*SMALL, *words, "--train.allow_unused", "true", "--run.dir", "run", "--train.max_steps"]
+    launch(project, *often, "2")
+    launch(project, *often, "4", USED="1")
+    if words:
+        launch(project, *often, "5", "--checkpoint.format", "full", USED="1")
+    assert len(read_losses(project / "run")) == (5 if words else 4)
+    saved = load(project / "run")["optimizer"]["state"]
+    taken = {name: int(state["step"]) for name, state in saved.items()}
+    assert taken.pop("stem.extra") == (3 if words else 2) and {*taken.values()} == {5 if words else 4}
+
+
+STREAM = """class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(Digits("train"))
+
+    return Stream(), Digits("test"), Digits("test")"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({BUILT: BUILT[1].replace('Digits("test")', 'Subset(Digits("test"), [])')}, "the datasets have [1200, 237, 0]"),
+        ({BUILT: STREAM}, "IterableDataset"),
+        ({BUILD: "    return nn.Sequential(blocks).requires_grad_(False)\n"}, "require a grad"),
+    ],
+)
+def test_what_cannot_be_trained_or_evaluated_is_one_line(bake: Bake, changes: Changes, named: str) -> None:
+    project = bake()
+    edit(project, changes)
+    assert named in refuse(project)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
     accuracy = {record["step"]: record["accuracy"] for record in read_records(project / "run", "eval")}
     best = max(accuracy, key=lambda step: (accuracy[step], -step))
     assert len(set(accuracy.values())) > 2
-    assert names(project) == [f"step-{step:08d}.pt" for step in sorted({best, STEPS})]
+    assert names(project) == ["best", *(f"step-{step:08d}.pt" for step in sorted({best, STEPS}))] and best < STEPS
+    evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
+    evaluated = [launch(project, *evaluate, f"run{path}").stdout for path in ("", f"/checkpoints/step-{best:08d}.pt")]
+    assert evaluated[0] == evaluated[1] and json.loads(evaluated[0])["step"] == best
 
 
 def test_a_record_has_seconds_and_a_terminal_shows_the_step(bake: Bake) -> None:
@@ -154,6 +158,66 @@ def test_a_save_that_fails_is_reported_and_costs_no_other(
     err = train(project, *words, "--checkpoint.every_steps", "4", "--checkpoint.keep", "9", **fails_once)
     assert "step-00000004" in err and "planted; the run continues" in err and err.count("\n") == 1, err
     assert [name[5:13] for name in names(project) if "tmp" not in name] == [f"{STEPS:08d}"]
+
+
+def damage(path: Path) -> None:
+    """Overwrite a checkpoint, or a part of a sharded one."""
+    (path / "__1_0.distcp" if path.is_dir() else path).write_bytes(b"damaged")
+
+
+@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), ("fsdp", SHARDED)])
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_anew(
+    bake: Bake, parallelism: str, words: list[str]
+) -> None:
+    project = bake(parallelism=parallelism)
+    train(project, *words, "--checkpoint.every_steps", "4")
+    records = read_records(project / "run")
+    complete = [name for name in names(project) if name != "best"]
+    for name in complete:
+        damage(project / "run" / "checkpoints" / name)
+    for _ in range(2):
+        *_, last = train(project, *words, code=2).splitlines()
+        assert last.startswith("error: ") and "all others are damaged" in last
+        assert [name for name in names(project) if name != "best"] == [f"{name}.damaged" for name in complete]
+        assert read_records(project / "run") == records
+    shutil.rmtree(project / "run" / "checkpoints")
+    train(project, *words)
+    assert len(read_losses(project / "run")) == STEPS
+
+
+def test_checkpoints_have_the_order_of_their_numbers(bake: Bake) -> None:
+    project = bake()
+    train(project, "--train.max_steps", "4")
+    folder = project / "run" / "checkpoints"
+    (folder / "step-00000004.pt").rename(folder / "step-100000000.pt")
+    damage(folder / "step-99999999.pt")
+    out = launch(project, *SMALL, "--run.dir", "run").stdout
+    assert "run: step 4 of 8" in out and not [name for name in names(project) if name.endswith(".damaged")]
+
+
+def test_a_crash_of_the_machine_damages_no_more_than_a_line(bake: Bake) -> None:
+    """File systems may leave NULs, or nothing, where a machine has stopped before data was on the disk."""
+    project = bake()
+    train(project, "--train.max_steps", "4")
+    with (project / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b"\0" * 700 + b'\n{"event": "tr')
+    (project / "run" / "provenance.json").write_bytes(b"")
+    (project / "run" / "checkpoints" / "step-00000009.pt.tmp").write_bytes(bytes(9))
+    assert not train(project)
+    assert len(read_losses(project / "run")) == STEPS and b"\0" not in (project / "run/metrics.jsonl").read_bytes()
+    provenance = json.loads((project / "run" / "provenance.json").read_text())
+    assert provenance["step"] == 4 and provenance["earlier"] == []
+    assert not [name for name in names(project) if name.endswith(".tmp")]
+
+
+def test_a_run_whose_folder_is_removed_ends_with_an_error(bake: Bake) -> None:
+    project = bake()
+    words = [*SMALL, "--train.epochs", "500", "--train.max_steps", "20000", "--run.dir", "run"]
+    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2") as launcher:
+        wait_until(lambda: read_losses(project / "run"), "the run has started")
+        shutil.rmtree(project / "run")
+        _, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1 and "metrics.jsonl" in err, err
 
 
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
