@@ -233,7 +233,7 @@ def test_tensors_of_any_layout_resume_and_evaluate(bake: Bake, layout: str) -> N
     assert read_losses(project / "run") == pytest.approx(read_losses(project / "straight"), rel=1e-6)
     evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
     evaluated = [
-        json.loads(launch(project, *evaluate, folder, nproc=nproc).stdout)["loss"]
+        json.loads(launch(project, *evaluate, f"{folder}/checkpoints/step-00000004.pt", nproc=nproc).stdout)["loss"]
         for folder, nproc in (("straight", 1), ("straight", 2), ("run", 2))
     ]
     assert evaluated == pytest.approx(evaluated[:1] * 3, rel=1e-6)
