@@ -132,10 +132,10 @@ class MeanLosses:
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """Return a micro-batch's part of the mean loss, and add up all losses."""
         losses = self.task.losses(outputs, targets)
-        names = "\n".join(sorted(losses, key=lambda name: (name != "loss", name)))
-        self.names = self.names or self.process.store.compare_set("losses", "", names).decode()  # Of the first rank.
-        if names != self.names or "loss" not in losses or "grad_norm" in losses:
-            raise UserError(f"Task.losses returns {[*losses]}; give each batch a `loss`, and the same other names")
+        names = sorted(losses if isinstance(losses, dict) else (), key=lambda name: (name != "loss", name))
+        self.names = self.names or self.process.store.compare_set("losses", "", "\n".join(names)).decode()
+        if "\n".join(names) != self.names or names[:1] != ["loss"] or "grad_norm" in names:  # The first rank's.
+            raise UserError(f"Task.losses returns {names or losses}; give each batch `loss`, and the same other names")
         for name, loss in losses.items():
             losses[name] = part = loss.to(self.process.device) / self.weight
             self.sums[name] = self.sums.get(name, 0) + part.detach()
