@@ -268,7 +268,7 @@ def test_losses_are_averaged_by_name(bake: Bake) -> None:
         ('{"nll": squares}', "Task.losses returns ['nll']"),
         ("{}", "Task.losses returns {}"),
         ("[squares]", "Task.losses returns [tensor("),
-        ("squares", "Task.losses returns tensor("),
+        ("squares", "; give each batch `loss`, and the same other names"),
         ('{"loss": squares, "step": squares}', "two numbers of one name"),
         ('{"loss": squares, "lr": squares}', "two numbers of one name"),
         ('{"loss": squares, "grad_norm": squares}', "Task.losses returns ['loss', 'grad_norm']"),
