@@ -146,8 +146,8 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
         ("ddp", LAMBDA, WORKERS, "data.num_workers"),
         ("ddp", add(LOADED, "        self.file = open(__file__)\n"), WORKERS, "data.num_workers"),
         ("ddp", BATCH_NORM, ["--train.activation_checkpointing", "true"], "BatchNorm"),
-        ("fsdp", SHORT, [], "scale of Stem"),
-        *((strategy, EXPANDED, [], "scale of Stem") for strategy in ("tensor", "pipeline")),
+        ("fsdp", SHORT, [], "buffer scale cannot be sent"),
+        *((strategy, EXPANDED, [], "buffer scale cannot be sent") for strategy in ("tensor", "pipeline")),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(
