@@ -142,7 +142,6 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
 @pytest.mark.parametrize(
     ("parallelism", "changes", "words", "named"),
     [
-        ("ddp", add(TASK, "        self.scale = torch.nn.Parameter(torch.ones(1))\n"), [], "Task.scale"),
         ("ddp", LAMBDA, WORKERS, "data.num_workers"),
         ("ddp", add(LOADED, "        self.file = open(__file__)\n"), WORKERS, "data.num_workers"),
         ("ddp", BATCH_NORM, ["--train.activation_checkpointing", "true"], "BatchNorm"),
@@ -331,7 +330,10 @@ STREAM = """class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({BUILT: BUILT[1].replace('Digits("test")', 'Subset(Digits("test"), [])')}, "the datasets have [1200, 237, 0]"),
+        (
+            {BUILT: BUILT[1].replace('Digits("test")', 'Subset(Digits("test"), [])')},
+            "the datasets have [[1200, 237, 0], ",
+        ),
         ({BUILT: STREAM}, "IterableDataset"),
         ({BUILD: "    return nn.Sequential(blocks).requires_grad_(False)\n"}, "require a grad"),
     ],
