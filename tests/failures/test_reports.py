@@ -335,7 +335,7 @@ STREAM = """class Stream(torch.utils.data.IterableDataset):
             "the datasets have [[1200, 237, 0], ",
         ),
         ({BUILT: STREAM}, "IterableDataset"),
-        ({BUILD: "    return nn.Sequential(blocks).requires_grad_(False)\n"}, "require a grad"),
+        ({BUILD: "    return nn.Sequential(blocks).requires_grad_(False)\n"}, "requires a gradient"),
     ],
 )
 def test_what_cannot_be_trained_or_evaluated_is_one_line(bake: Bake, changes: Changes, named: str) -> None:
