@@ -387,6 +387,75 @@ def read_trials(project: Path) -> list[optuna.trial.FrozenTrial]:
     return optuna.load_study(study_name="sweep", storage=f"sqlite:///{project}/runs/sweep/study.db").trials
 
 
+FIND_DIGITS = """
+import sys, torch
+from my_experiment.config import Config, ModelConfig
+from my_experiment.dataset import build_datasets
+from my_experiment.distributed import seed_everything
+from my_experiment.model import build_model
+model = build_model(ModelConfig(width=32, depth=3))
+model.load_state_dict(torch.load(sys.argv[1], weights_only=True)["model"])
+seed_everything(0)
+_, validation, _ = build_datasets(Config())
+def overlap(a, b):
+    width, height = (max(0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1))
+    return width * height / (sum((c[2] - c[0]) * (c[3] - c[1]) for c in (a, b)) - width * height)
+detections, boxes = {label: [] for label in range(10)}, {label: [] for label in range(10)}
+for index in range(len(validation)):
+    image, objects = validation[index]
+    for *box, label in objects.tolist():
+        boxes[label].append((index, box))
+    for cell in model(image[None])[0].detach():
+        scores = cell[4].sigmoid() * cell[5:].softmax(0)
+        detections[int(scores.argmax())].append((float(scores.max()), index, (4 * cell[:4]).tolist()))
+areas = []
+for label, each in boxes.items():
+    found, precisions = set(), []
+    for number, (_, index, box) in enumerate(sorted(detections[label], reverse=True), start=1):
+        overlaps = [(overlap(box, other), i) for i, (image, other) in enumerate(each) if image == index]
+        best, i = max(overlaps, default=(0, None))
+        if best >= 0.5 and i not in found:
+            found.add(i)
+            precisions.append(len(found) / number)
+    areas.append(sum(max(precisions[i:]) for i in range(len(precisions))) / len(each))
+print(sum(areas) / 10)
+"""
+
+
+@pytest.mark.weekly
+def test_detection_has_the_average_precision_of_images_that_are_searched_alone(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project = edited("detection")
+    longer = "--data.eval_batch_size 17 --train.max_steps 150 --train.eval_every 150".split()
+    launch(project, *words("detection"), *SMALL, *longer, "--run.dir", tmp_path / "run")
+    ap50 = float(run_python(project, FIND_DIGITS, tmp_path / "run" / "checkpoints" / "step-00000150.pt"))
+    (record,) = read_records(tmp_path / "run", "eval")
+    assert record["ap50"] == pytest.approx(ap50, rel=1e-5)
+    assert 0.2 < ap50 < 1
+
+
+@pytest.mark.weekly
+def test_images_ranks_and_steps_without_boxes_count_nothing_and_a_mean_of_each_rank_would_depend_on_the_ranks(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project = edited("detection")
+    file = project / "src" / "my_experiment" / "task.py"
+    clean, measured = file.read_text(), dict[str, float]()
+    a_mean = clean.replace("return (targets[1] >= 0).sum()", "return len(targets[1])")
+    a_mean = a_mean.replace("found + named + placed,", "(found + named + placed) / mask.sum().clamp(min=1),")
+    small = "--data.global_batch_size 2 --train.max_steps 60 --train.eval_every 60 --checkpoint.every_steps 60".split()
+    for name, text in {"sum": clean, "mean": a_mean}.items():
+        file.write_text(text)
+        for nproc in (1, 2):
+            launch(project, *words("detection"), *SMALL, *small, "--run.dir", tmp_path / f"{name}{nproc}", nproc=nproc)
+        one, two = (read_losses(tmp_path / f"{name}{nproc}") for nproc in (1, 2))
+        assert 0 in one and [a == 0 for a in one] == [b == 0 for b in two]
+        measured[name] = max(abs(b / a - 1) for a, b in zip(one, two, strict=True) if a)
+        print(f"{name}: losses of 1 and 2 ranks differ by up to {measured[name]:.1e}")
+    assert measured["sum"] <= 1e-5 and measured["mean"] > 0.1
+
+
 READ_LINES = """
 import random, sys
 from functools import cache
