@@ -16,6 +16,7 @@ from conftest import (
     TEMPLATE,
     Bake,
     blocks,
+    edit,
     find_processes,
     launch,
     launch_and_kill,
@@ -111,7 +112,7 @@ COMPARE_IMAGES = """
 import numpy as np, torch
 from my_experiment.config import Config, DatasetConfig
 from my_experiment.dataset import build_datasets
-train_set, test_set = build_datasets(Config(dataset=DatasetConfig(min_crop=0.5)))
+train_set, _, test_set = build_datasets(Config(dataset=DatasetConfig(min_crop=0.5)))
 with np.load("src/my_experiment/digits.npz") as arrays:
     images, labels = arrays["test_images"], arrays["test_labels"]
 assert len(test_set) == len(images)
@@ -172,6 +173,7 @@ def test_evaluation_uses_the_averages(
     edited: Callable[..., Path], bake: Bake, tmp_path: Path, parallelism: str
 ) -> None:
     project, newest = edited("ema", parallelism=parallelism), tmp_path / "checkpoints" / f"step-{STEPS:08d}.pt"
+    edit(project, {("dataset.py", 'Subset(Digits("train"), order[:VALIDATION])'): 'Digits("test")'})  # As evaluate's.
     launch(project, *words("ema"), *SMALL, "--run.dir", tmp_path)
     losses = [read_records(tmp_path, "eval")[-1]["loss"]]
     for each in (project, bake("plain", parallelism=parallelism)):
@@ -219,8 +221,8 @@ import numpy as np, torch
 from my_experiment.config import ModelConfig
 from my_experiment.model import build_model
 rows = np.loadtxt("data/table.csv", delimiter=",", skiprows=1)
-train = np.array([row for number, row in enumerate(rows) if number % 5 != 4])
-features, targets = rows[4::5, :-1], rows[4::5, -1]
+train = np.array([row for number, row in enumerate(rows) if number % 5 < 3])
+features, targets = rows[3::5, :-1], rows[3::5, -1]
 model = build_model(ModelConfig(width=64, depth=3))
 model.load_state_dict(torch.load(sys.argv[1], weights_only=True)["model"])
 inputs = torch.tensor((features - train.mean(axis=0)[:-1]) / train.std(axis=0)[:-1], dtype=torch.float32)
@@ -240,7 +242,7 @@ def test_a_table_is_standardized_by_its_training_rows_and_r2_is_exact(
     r2 = float(run_python(project, EVALUATE_TABLE, newest))
     assert read_records(tmp_path / "one", "eval")[-1]["r2"] == pytest.approx(r2, rel=1e-5)
     header, *rows = (project / "data" / "table.csv").read_text().splitlines()
-    rows[4::5] = [",".join(["100"] * 11)] * len(rows[4::5])
+    rows[3::5] = [",".join(["100"] * 11)] * len(rows[3::5])
     (project / "data" / "table.csv").write_text("\n".join([header, *rows]))
     launch(project, *command, "--run.dir", tmp_path / "other", nproc=1)
     assert read_losses(tmp_path / "other") == read_losses(tmp_path / "one")
@@ -277,7 +279,7 @@ def test_a_step_with_a_poisoned_sample_is_skipped_on_all_ranks_and_changes_nothi
     dataset, end = project / "src" / "my_experiment" / "dataset.py", "        self.max_shift = max_shift\n"
     poisoned = end + '        if split == "train":\n            self.images[{}] = torch.nan\n'
     clean = dataset.read_text()
-    dataset.write_text(clean.replace(end, poisoned.format(788)))  # Read in step 11.
+    dataset.write_text(clean.replace(end, poisoned.format(1102)))  # Read in step 11.
     command = [*words("skip"), *SMALL, "--train.log_every", "3"]
     for nproc in (1, 2):
         launch(project, *command, "--run.dir", tmp_path / str(nproc), nproc=nproc)
@@ -297,7 +299,7 @@ import torch
 from my_experiment.config import Config
 from my_experiment.dataset import build_datasets, collate_fn
 from my_experiment.model import build_model
-_, test_set = build_datasets(Config())
+*_, test_set = build_datasets(Config())
 lines = open("data/lines.tsv").read().splitlines()[4::5]
 for (tokens, label), line in zip((test_set[i] for i in range(len(test_set))), lines, strict=True):
     assert f"{label}\\t{bytes(tokens[1:].tolist()).decode()}" == line[:97]
@@ -556,7 +558,7 @@ def test_adapters_alone_are_trained_and_merge_into_the_model_without_them(
 @pytest.mark.weekly
 def test_a_stream_gives_each_rank_its_samples_in_their_order(edited: Callable[..., Path], tmp_path: Path) -> None:
     project = edited("stream")
-    command = ["train", *SMALL, "--dataset.max_shift", "1", "--train.max_steps", "50"]  # 44 steps are an epoch.
+    command = ["train", *SMALL, "--dataset.max_shift", "1", "--train.max_steps", "50"]  # 37 steps are an epoch.
     for workers in ("0", "2"):
         launch(project, *command, "--data.num_workers", workers, "--run.dir", tmp_path / workers)
     assert read_losses(tmp_path / "0") == read_losses(tmp_path / "2")
