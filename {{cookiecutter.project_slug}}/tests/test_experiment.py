@@ -109,6 +109,9 @@ def test_a_sample_does_not_depend_on_the_others_of_its_batch(model: nn.Module, s
 
 
 def test_every_parameter_gets_a_gradient(model: nn.Module, samples: Any) -> None:
+    task = module("task").Task(settings(), torch.device("cpu"))
+    of_task = [name for name, part in vars(task).items() if isinstance(part, nn.Parameter)]
+    assert not of_task, f"nothing would train {of_task} of Task: let the model have them"
     compute(model, samples, range(SAMPLES))[0]["loss"].backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not unused or settings().train.allow_unused, f"the loss does not depend on {unused}: use or freeze them"
