@@ -173,7 +173,7 @@ class Checkpointer:
         for section, values in self.settings.items():
             for key, value in values.items():
                 name = f"the {key}" if section == "content" else f"{section}.{key}"
-                before = saved.get(section, {}).get(key)
+                before = saved.get(section, {}).get(key, asdict(Config()).get(section, {}).get(key))
                 if value == before or name in ignored:
                     continue
                 if section in ("content", "dataset", "model") or name in ("run.seed", "data.global_batch_size"):
