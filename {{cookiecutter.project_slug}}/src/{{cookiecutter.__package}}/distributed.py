@@ -25,6 +25,7 @@ import torch.distributed as dist
 from .config import Config, UserError
 
 CPU, STOP_SIGNALS = torch.device("cpu"), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+GLOO = r"(Gloo .*)?\[\S*gloo/|Application timeout caused pair|Timed out waiting|Connection closed by peer"  # Errors.
 CLEAR = "loading state_dict|deterministic implementation|(not|that) require.{1,4}grad|finished reduction|non-contiguous"
 REPORT_SECONDS = 3.0  # How long ranks that waited in vain are counted, to find those that are silent.
 FILE_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.
@@ -85,9 +86,8 @@ def rendezvous(config: Config) -> Process:
 def setup(config: Config, process: Process) -> None:
     """Choose device, backend and algorithms, and join the process group."""
     process.device, backend = choose_device(config)
-    # Full fp32 and deterministic algorithms, or else TF32 and whatever is fastest.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(exact := config.train.exact)
+    torch.use_deterministic_algorithms(exact := config.train.exact)  # And full fp32; else TF32 and whatever is fastest.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = not exact
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (it has no type)
     # NCCL ends a process that waits too long; before that, the process has to find out, by gloo, for which rank.
@@ -170,7 +170,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     if re.search(CLEAR, str(error)):
         error = UserError(str(error).replace("you set", "train.exact sets"))
-    waited = isinstance(error, dist.DistError) or bool(re.match(r"(Gloo .*)?\[\S*gloo/", str(error.__cause__ or error)))
+    waited = isinstance(error, dist.DistError) or bool(re.match(GLOO, str(error.__cause__ or error)))
     text = " ".join(re.sub(r"(?s)\[\S*gloo/\S*\]|.*Traceback .*\n\b", "", f"{type(error).__name__}: {error}").split())
     try:
         reason, prints = ThreadPoolExecutor(1).submit(find_reason, text, waited, process).result(4 * REPORT_SECONDS)
