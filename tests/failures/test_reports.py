@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path, PurePosixPath
 from shutil import copytree
 from signal import SIGKILL
