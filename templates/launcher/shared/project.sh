@@ -11,7 +11,7 @@ mistake() { echo "error: $1" >&2 && exit 2; }
 "$python" -c 'from importlib.metadata import version as v; v("torch"), v("jsonargparse")' &>/dev/null ||
     mistake "$python lacks this project's packages; run 'make setup' first, or set PYTHON"
 [[ "$root" != *:* ]] || mistake "$root has a colon, which PYTHONPATH cannot hold; rename that folder"
-# Gloo tells other machines the address of this one's host name; for another one, they would wait for minutes.
+# Gloo gives other machines the address of this one's host name; for an address of its own, they wait for minutes.
 check_host_name() {
     [[ -n "${GLOO_SOCKET_IFNAME:-}" ]] || "$python" -c 'import socket, sys
 is_loopback = lambda name: socket.getaddrinfo(name, None)[0][4][0].startswith(("127.", "::1"))

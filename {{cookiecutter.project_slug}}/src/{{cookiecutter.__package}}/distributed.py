@@ -25,7 +25,7 @@ import torch.distributed as dist
 from .config import Config, UserError
 
 CPU, STOP_SIGNALS = torch.device("cpu"), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-GLOO = r"(Gloo .*)?\[\S*gloo/|Application timeout caused pair|Timed out waiting|Connection closed by peer"  # Errors.
+GLOO = r"(Gloo .*)?\[\S*gloo/|Application timeout caused pair closure"  # How its errors begin.
 CLEAR = "loading state_dict|deterministic implementation|(not|that) require.{1,4}grad|finished reduction|non-contiguous"
 REPORT_SECONDS = 3.0  # How long ranks that waited in vain are counted, to find those that are silent.
 FILE_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.

@@ -121,4 +121,4 @@ def evaluate(path: str, config: Config, given: set[str], process: Process) -> No
     task, parallel, test_set, step = load_experiment(path, config, given, process)
     metrics = Evaluator(task, parallel, test_set, config)(process)
     if process.rank == 0:
-        print(json.dumps({"event": "eval", "step": step, "split": "test", "num_samples": len(test_set), **metrics}))
+        print(json.dumps(dict(event="eval", step=step, split="test", num_samples=len(test_set), **metrics)))

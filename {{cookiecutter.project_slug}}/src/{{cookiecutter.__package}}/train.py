@@ -35,13 +35,13 @@ class Trainer:
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
         self.recent: list[dict[str, Any]] = []  # Losses and norms since the last record.
         self.waited = 0.0  # For data, in seconds since then.
-        self.clock = self.ready = time.perf_counter()
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
         stopped = False
         if self.steps and self.evaluates() and not any(self.process.all_gather(self.steps in self.logger.evaluations)):
             self.evaluate()  # The run ended between checkpoint and evaluation.
+        self.clock = self.ready = time.perf_counter()
         with self.checkpointer.writer, profile_steps(self.config, self.process) as profiler:
             while self.steps < self.total_steps and not stopped:
                 self.sampler.set_epoch(*self.sampler.position(self.steps))
