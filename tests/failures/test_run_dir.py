@@ -42,8 +42,8 @@ def train(project: Path, *words: str, **options: Any) -> str:
 
 
 def names(project: Path) -> list[str]:
-    """Return what is in the folder of checkpoints."""
-    return sorted(path.name for path in (project / "run" / "checkpoints").glob("*"))
+    """Return the checkpoints, complete or not, in the order of their names."""
+    return sorted(path.name for path in (project / "run" / "checkpoints").glob("step-*"))
 
 
 def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
@@ -54,7 +54,7 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
     accuracy = {record["step"]: record["accuracy"] for record in read_records(project / "run", "eval")}
     best = max(accuracy, key=lambda step: (accuracy[step], -step))
     assert len(set(accuracy.values())) > 2
-    assert names(project) == ["best", *(f"step-{step:08d}.pt" for step in sorted({best, STEPS}))] and best < STEPS
+    assert names(project) == [f"step-{step:08d}.pt" for step in sorted({best, STEPS})] and best < STEPS
     evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
     evaluated = [launch(project, *evaluate, f"run{path}").stdout for path in ("", f"/checkpoints/step-{best:08d}.pt")]
     assert evaluated[0] == evaluated[1] and json.loads(evaluated[0])["step"] == best
@@ -172,13 +172,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_anew(
     project = bake(parallelism=parallelism)
     train(project, *words, "--checkpoint.every_steps", "4")
     records = read_records(project / "run")
-    complete = [name for name in names(project) if name != "best"]
+    complete = names(project)
     for name in complete:
         damage(project / "run" / "checkpoints" / name)
     for _ in range(2):
         *_, last = train(project, *words, code=2).splitlines()
         assert last.startswith("error: ") and "all others are damaged" in last
-        assert [name for name in names(project) if name != "best"] == [f"{name}.damaged" for name in complete]
+        assert names(project) == [f"{name}.damaged" for name in complete]
         assert read_records(project / "run") == records
     shutil.rmtree(project / "run" / "checkpoints")
     train(project, *words)
@@ -245,18 +245,16 @@ def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: s
     launch_and_kill(project, *words, when=lambda: len(read_losses(project / "run")) > 4)
     train(project, *SHARDED)
     assert read_losses(project / "run") == read_losses(project / "whole")
-    newest = project / "run" / "checkpoints" / f"step-{STEPS:08d}.dcp"
-    evaluated = json.loads(launch(project, "evaluate", "--checkpoint", newest, "--distributed.device", "cpu").stdout)
-    for folder in ("run", "whole"):
-        assert evaluated["loss"] == pytest.approx(read_records(project / folder, "eval")[-1]["loss"], rel=1e-6)
+    evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
+    sharded, whole = (json.loads(launch(project, *evaluate, folder).stdout) for folder in ("run", "whole"))
+    assert sharded["loss"] == pytest.approx(whole["loss"], rel=1e-6) and sharded["step"] == STEPS
 
 
 def test_statistics_of_batch_norm_are_averages_over_the_ranks(bake: Bake) -> None:
     project, variances = bake(), []
     edit(project, {NORM: "        self.norm = nn.BatchNorm2d(width)\n"})
     for nproc in (1, 4):
-        printed = launch(project, *SMALL, "--run.dir", f"run{nproc}", "--optim.lr", "1e-6", nproc=nproc).stdout
-        assert ("the result depends on the number of ranks" in printed) == (nproc > 1)
+        launch(project, *SMALL, "--run.dir", f"run{nproc}", "--optim.lr", "1e-6", nproc=nproc)
         path = project / f"run{nproc}" / "checkpoints" / f"step-{STEPS:08d}.pt"
         variances.append(torch.load(path, weights_only=True)["model"]["stem.norm.running_var"])
     torch.testing.assert_close(*variances, rtol=0.3, atol=0.1)
