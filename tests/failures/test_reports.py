@@ -211,9 +211,10 @@ def test_several_teachers_are_frozen_and_in_eval_mode(bake: Bake) -> None:
     assert read_losses(project / "run1") == pytest.approx(read_losses(project / "run2"), rel=1e-5)
 
 
-# What is sent or read has the layout of the sender.
+# What is sent or read has the layout of the sender; and a hook of the whole model gets its inputs.
+HOOK = "    model.register_forward_pre_hook(lambda model, inputs: (inputs[0] / 2,))\n    return model\n"
 LAYOUTS = {
-    "channels_last": {BUILD: "    return nn.Sequential(blocks).to(memory_format=torch.channels_last)\n"},
+    "channels_last": {BUILD: f"    model = nn.Sequential(blocks).to(memory_format=torch.channels_last)\n{HOOK}"},
     "transposed": add(HEAD, "        self.linear.weight = nn.Parameter(torch.randn(width, CLASSES).div(9).t())\n"),
     "buffer": add(STEM, "        scale = torch.rand(1, 4, 8, 8).to(memory_format=torch.channels_last)\n")
     | {FORWARD: FORWARD[1] + "        images = images + self.scale[:, :1] - self.scale[:, 1:2]\n"},
@@ -529,6 +530,61 @@ def ranks_of(launcher: int) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
 
 
+CONNECTION = "RuntimeError: the connection to the database: timeout of gloo"
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "line", "words"), [("ddp", SAMPLE, WORKERS), ("fsdp", LOSSES, []), ("pipeline", FORWARD, [])]
+)
+def test_what_an_error_says_does_not_hide_it(
+    bake: Bake, parallelism: str, line: tuple[str, str], words: list[str]
+) -> None:
+    project, rank = bake(parallelism=parallelism), int(line != FORWARD)  # An error of the first stage is wrapped.
+    name, text = CONNECTION.split(": ", 1)
+    fault = f'        if __import__("os").environ["RANK"] == "{rank}":\n            raise {name}("{text}")\n'
+    edit(project, {line: line[1] + fault if line == FORWARD else fault + line[1]})
+    err = launch(project, *SMALL, *words, "--run.dir", "run", code=1).stderr
+    assert f"\n{CONNECTION}\n" in err, err
+    assert rank == 0 or err.endswith(f"\nerror: rank 0 waited in vain: rank 1 failed with {CONNECTION}\n"), err
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "tensor"])
+def test_a_rank_that_waits_for_a_killed_one_prints_one_line(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism)
+    fault = '        import os\n        if os.environ["RANK"] == "1":\n            os.kill(os.getpid(), 9)\n'
+    edit(project, {LOSSES: fault + LOSSES[1]})
+    waited, killed = launch(project, *SMALL, "--run.dir", "run", code=1).stderr.splitlines()
+    assert waited.startswith("error: rank 0 waited in vain: a rank died or left (RuntimeError: "), waited
+    assert "gloo" not in waited and killed == "error: rank 1 was ended by SIGKILL"
+
+
+@pytest.mark.parametrize(("rank", "workers", "killed"), [(1, "1", 1), (0, "3", 6)])
+def test_a_loader_process_that_dies_is_named(bake: Bake, rank: int, workers: str, killed: int) -> None:
+    project = bake()
+    words = [*SMALL, "--train.epochs", "1000", "--train.max_steps", "20000", "--train.eval_every", "4"]
+    words += ["--data.num_workers", workers, "--distributed.timeout_seconds", "60", "--run.dir", "run"]
+    with started(project / "scripts" / "launch.sh", *words, cwd=project, NPROC="2") as launcher:
+        wait_until(lambda: len(read_losses(project / "run")) > 8, "both loaders have processes")
+        (parent,) = {*map(int, ranks_of(launcher.pid))} & {*find_processes(f"LOCAL_RANK={rank}")}
+        command = ["pgrep", "-P", str(parent), "-f", "--", "spawn_main"]
+        loaders = [*map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())]
+        assert len(loaders) == 2 * int(workers)
+        for loader in loaders[:killed]:
+            os.kill(loader, SIGKILL)
+        assert launcher.wait(timeout=40) == 1  # Long before ranks would have waited in vain.
+        err = launcher.communicate(timeout=60)[1]
+    assert any(f"(pid {loader}) is killed by signal" in err for loader in loaders[:killed]), err
+    assert rank == 0 or "rank 0 waited in vain: rank 1 failed with RuntimeError: DataLoader worker" in err, err
+
+
+@pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", "2>&1 | true"])
+def test_a_run_whose_output_nobody_reads_ends_well(bake: Bake, redirection: str) -> None:
+    project = bake()
+    script = f'scripts/launch.sh "$@" {redirection}; exit "${{PIPESTATUS[0]}}"'
+    run("bash", "-c", script, "_", *SMALL, *WORKERS, "--run.dir", "run", cwd=project, NPROC="2")
+    assert len(read_losses(project / "run")) == 4 and (project / "run/checkpoints/step-00000004.pt").exists()
+
+
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
@@ -536,6 +592,7 @@ def ranks_of(launcher: int) -> list[str]:
         ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR expected"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT expected"),
         ({"RANK": "one", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, "'one'"),
+        ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, "'two'"),
     ],
 )
 def test_what_a_launcher_did_not_set_is_named(bake: Bake, variables: dict[str, str], named: str) -> None:

@@ -248,6 +248,10 @@ def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: s
     evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
     sharded, whole = (json.loads(launch(project, *evaluate, folder).stdout) for folder in ("run", "whole"))
     assert sharded["loss"] == pytest.approx(whole["loss"], rel=1e-6) and sharded["step"] == STEPS
+    newest = Path("run/checkpoints") / names(project)[-1]
+    damage(project / newest)
+    err = launch(project, "export", "--checkpoint", newest, "--output", "weights.safetensors", code=2).stderr
+    assert err.endswith(f"error: {newest} is not a readable checkpoint: a part of it is damaged or missing\n"), err
 
 
 def test_statistics_of_batch_norm_are_averages_over_the_ranks(bake: Bake) -> None:

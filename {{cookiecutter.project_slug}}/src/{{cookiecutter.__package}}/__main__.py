@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
             #:: if fact("shards") ::#
             config.check(int(options.get("ranks") or os.environ.get("WORLD_SIZE", 1)), name in ("train", "estimate"))
             #:: else ::#
-            config.check(int(os.environ.get("WORLD_SIZE", "1")), trains=name == "train")
+            config.check(int(n) if (n := os.environ.get("WORLD_SIZE", "")).isdigit() else 1, trains=name == "train")
             #:: endif ::#
         if len(words) == len(argv):
             run(name, config, options, given={word[2:].split("=")[0] for word in words if word[:2] == "--"})

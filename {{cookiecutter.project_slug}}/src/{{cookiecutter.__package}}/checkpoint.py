@@ -69,7 +69,9 @@ def read(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Read when it is loaded.
     except OSError:  # A disk that fails is no damaged file.
         raise
-    except (Exception, CheckpointException) as error:  # The latter is no Exception.
+    except CheckpointException:  # It is no Exception.
+        raise UserError(f"{path} is not a readable checkpoint: a part of it is damaged or missing") from None
+    except Exception as error:
         reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0] or type(error).__name__
         raise UserError(f"{path} is not a readable checkpoint: {reason}") from None
 
@@ -77,8 +79,7 @@ def read(path: Path) -> dict[str, Any]:
 def read_weights(path: Path) -> dict[str, Any]:
     """Return the weights in a checkpoint, in a file of a state_dict, or in a .safetensors file."""
     content = read(path)
-    for key in ("model", "state_dict"):
-        content = content.get(key, content)
+    content = content.get("model") or content.get("state_dict") or content
     prefix = r"^(module\.|_orig_mod\.)+"  # Of DistributedDataParallel and torch.compile.
     return {re.sub(prefix, "", name): value for name, value in content.items()}
 
@@ -127,8 +128,7 @@ class Checkpointer:
         content = {"model": model, "optimizer": {"state": state}, **header}
         if self.process.rank == 0:
             is_copy = self.process.device.type != "cpu" and self.optimizer.defaults.get("fused")  # With all its state.
-            content = content if is_copy else deepcopy(content)
-            self.pending = self.writer.submit(self.write, content, progress["step"])
+            self.pending = self.writer.submit(self.write, content if is_copy else deepcopy(content), progress["step"])
 
     def prepare(self, progress: dict[str, int]) -> dict[str, Any]:
         """Wait until the next checkpoint can be saved; returns the part of it that all ranks hold."""
@@ -159,12 +159,11 @@ class Checkpointer:
     def prune(self, best_first: list[int]) -> None:
         """Let rank 0 remove all complete checkpoints but the newest ``checkpoint.keep`` and the best one."""
         found = list_checkpoints(self.folder) if self.process.rank == 0 else []
-        names = {path.stem: path.name for path in found}
-        best = next((names[name] for name in map("step-{:08d}".format, best_first) if name in names), "")
+        best = next((path for step in best_first for path in found if path.stem == f"step-{step:08d}"), None)
         if best:
-            write_atomically(self.folder / "best", best)
+            write_atomically(self.folder / "best", best.name)
         for path in found[: -self.config.checkpoint.keep]:
-            if path.name != best:
+            if path != best:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def compare(self, saved: dict[str, Any]) -> list[str]:

@@ -166,6 +166,10 @@ class StopSignal:
 
 def fail(error: Exception, process: Process) -> NoReturn:
     """End this process. The first rank that fails prints why; if all waited, rank 0 prints which ranks are silent."""
+    try:
+        time.sleep(0.2 + 0.5 * (process.rank > 0))  # Rank 0 is the one to print what all ranks find.
+    except RuntimeError as named:  # A loader process died, and its broken connection was found first.
+        error = named
     for number in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)
     if re.search(CLEAR, str(error)):
@@ -176,27 +180,24 @@ def fail(error: Exception, process: Process) -> NoReturn:
         reason, prints = ThreadPoolExecutor(1).submit(find_reason, text, waited, process).result(4 * REPORT_SECONDS)
     except (RuntimeError, TimeoutError):
         reason, prints = "no report from rank 0: dead, or cut off", process.rank % -(-process.world_size // 8) == 0
-    if prints and waited:
-        print(f"error: rank {process.rank} waited in vain: {reason}", file=sys.stderr)
-    elif prints and isinstance(error, UserError):
-        print(f"error: {text.removeprefix('UserError: ')[:2000]}", file=sys.stderr)
-    elif prints:
+    if prints and not waited and not isinstance(error, UserError):
         traceback.print_exception(error)
+    elif prints:
+        line = f"rank {process.rank} waited in vain: {reason}" if waited else text.removeprefix("UserError: ")[:2000]
+        print("error:", line, file=sys.stderr)
     exit_now(2 if "failed with UserError" in reason else 1)
 
 
 def find_reason(text: str, waited: bool, process: Process) -> tuple[str, bool]:
     """Return why the run ends, and whether this rank prints it; a rank that waited leaves, so that others notice."""
-    store, me = process.store, str(process.rank)
+    store, me, ranks = process.store, str(process.rank), {*range(process.world_size)}
     if not waited:
-        time.sleep(0.5 * (process.rank > 0))  # Rank 0 is the one to print what all ranks find.
         first = store.compare_set("failure", "", own := f"rank {me} failed with {text}").decode()
         return first, first == own or "failed with" not in first
     store.set(f"waited{me}", "")
     # If waits timed out, one rank looks for silent ones; if a connection was closed, the launcher names the rank.
-    searches = re.search("imed? ?out", text) and store.compare_set("searches", "", me).decode() == me
-    silent = {*range(process.world_size if searches else 0)}
-    deadline = time.monotonic() + (REPORT_SECONDS if searches else REPORT_SECONDS + 1 if process.rank == 0 else 0)
+    silent = ranks if re.search("imed? ?out", text) and store.compare_set("searches", "", me).decode() == me else set()
+    deadline = time.monotonic() + (REPORT_SECONDS if silent else REPORT_SECONDS + 1 if process.rank == 0 else 0)
     while time.monotonic() < deadline and not store.check(["failure"]):
         time.sleep(0.1)
         silent = {rank for rank in silent if not store.check([f"waited{rank}"])}
