@@ -25,7 +25,7 @@ def server(gradient: torch.Tensor, rank: int, size: int) -> int:
 
 
 def ring(gradient: torch.Tensor, rank: int, size: int) -> int:
-    """Send 1/N to the next rank, N - 1 times to add up and N - 1 times to copy the sums; returns the bytes sent."""
+    """Send 1/N to the next rank, N - 1 times to add up and N - 1 times to copy sums; returns the bytes as server does."""
     chunks = gradient.chunk(size)
     for step in range(2 * (size - 1)):
         out, into = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
@@ -34,7 +34,7 @@ def ring(gradient: torch.Tensor, rank: int, size: int) -> int:
         dist.recv(received, (rank - 1) % size)
         sending.wait()
         into.copy_(into + received if step < size - 1 else received)
-    return 2 * (size - 1) * out.nbytes
+    return 4 * (size - 1) * out.nbytes
 
 
 def descend(rank: int, size: int, waits: bool, lr: float) -> float:

@@ -60,7 +60,7 @@ def test_bytes_are_those_of_the_formulas_and_stale_gradients_diverge(tmp_path: P
     assert len(shown) == 3 and "<svg" in picture.read_text()
     for size, *numbers in ([int(number) for number in row] for row in shown):
         total = 2 * (size - 1) * 16 * 2**20
-        assert numbers == [values["server", 16, size], total, values["ring", 16, size], total // size]
+        assert numbers == [values["server", 16, size], total, values["ring", 16, size], 2 * total // size]
     assert values["waits: False", 0.1, 4] < values["waits: True", 0.1, 4] < 0.01
     assert values["waits: True", 1.2, 4] < 0.01 and values["waits: False", 1.2, 4] > 1e3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import pytest
 from conftest import BIN, Bake, edit, run
@@ -47,6 +48,26 @@ MEAN = {("task.py", 'reduction="sum")'): 'reduction="mean")'}
 def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str], tests: str) -> None:
     result = run(BIN / "pytest", "-q", tests, cwd=bake(**answers))
     assert "skipped" not in result.stdout
+
+
+DROPOUT = {("model.py", "F.silu(self.norm1(self.conv1(x)))"): "F.dropout(F.silu(self.norm1(self.conv1(x))), 0.1)"}
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("changes", [{}, DROPOUT], ids=["right", "dropout"])
+def test_a_proof_says_what_holds(bake: Bake, changes: dict[tuple[str, str], str]) -> None:
+    project = bake()
+    edit(project, changes)
+    (project / ".venv").mkdir()
+    (project / ".venv" / "installed").touch()
+    run("make", "proof", f"BIN={BIN}", cwd=project, code=2 if changes else 0)
+    proof, rows = (project / "proof.md").read_text(), json.loads((project / "proof.json").read_text())["rows"]
+    assert len(rows) == proof.count("| test_") > 20 and all(f"| {row['test']} |" in proof for row in rows)
+    fails = [row["test"] for row in rows if not row["holds"]]
+    if changes:  # Of the layouts, one process is another one than the loop too: it draws other numbers.
+        assert any("plain_loop" in test for test in fails) and not any("bitwise" in test for test in fails), fails
+    else:
+        assert not fails and all(float(row["loss"].split()[0]) < 1e-5 for row in rows if "plain_loop" in row["test"])
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from support import (
     RANKS,
     STEPS,
     TOLERANCE,
-    assert_close,
     assert_same,
     checkpoints,
     children,
+    deviation,
     end_at,
     family,
     kill_last_rank,
@@ -67,7 +67,7 @@ def test_a_stopped_run_loses_no_step(trained: Callable[..., Path], tmp_path: Pat
 def test_another_number_of_ranks_resumes(trained: Callable[..., Path], tmp_path: Path) -> None:
     train(tmp_path, "--train.max_steps", "7", nproc=MORE_RANKS)
     train(tmp_path, nproc=1)
-    assert_close(load(tmp_path)["model"], load(trained())["model"])
+    assert deviation(load(tmp_path)["model"], load(trained())["model"]) <= TOLERANCE
     for ours, theirs in zip(read_records(tmp_path), read_records(trained()), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE)
 
