@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import BIN, TEMPLATE, Bake, run
+import torch
+from conftest import BIN, TEMPLATE, Bake, launch, run, run_python
 
 TEXT = (TEMPLATE / "docs" / "from-a-loop.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+LOOP, PREDICT = TEXT.split("## Predict with the trained model")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", LOOP, re.MULTILINE | re.DOTALL)
 LINES = r"(?:rank \d+, )?epoch \d: last batch \[[^]]*\], loss \d\.\d+|(?:rank \d+: )?\d+ of \d+ are right"
 
 
@@ -47,3 +51,21 @@ def test_what_the_page_names_exists(bake: Bake) -> None:
     assert len(rows) > 3
     for file, names in rows:
         assert all(name.split(".")[-1] in code[file] for name in re.findall(r"`([^`]+)`", names))
+
+
+def test_an_exported_model_predicts_with_its_own_settings(bake: Bake) -> None:
+    project = bake()
+    (project / ".venv").symlink_to(BIN.parent)
+    (export,), (lines,) = (re.findall(rf"^```{kind}\n(.*?)^```$", PREDICT, re.M | re.S) for kind in ("sh", "py"))
+    assert len(lines.splitlines()) <= 10
+    words = "--train.max_steps 60 --model.width 8 --model.depth 1 --distributed.device cpu".split()
+    launch(project, "train", *words)  # No default of ModelConfig or of configs/default.yaml.
+    run("bash", "-ec", export, cwd=project)
+    arrays = np.load(project / "src" / "my_experiment" / "digits.npz")
+    (images,) = re.findall("^images = .*\n", lines, re.M)
+    lines = lines.replace(images, 'images = torch.load("images.pt")\n')
+    torch.save(torch.from_numpy(arrays["test_images"]).float()[:, None] / 16, project / "images.pt")
+    predictions = np.array(json.loads(run_python(project, lines)))
+    evaluated = launch(project, "evaluate", "--checkpoint", "runs/default", "--distributed.device", "cpu").stdout
+    accuracy = json.loads(evaluated.splitlines()[-1])["accuracy"]
+    assert (predictions == arrays["test_labels"]).mean() == pytest.approx(accuracy) and accuracy > 0.2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -9,7 +10,7 @@ from signal import SIGKILL
 from typing import Any
 
 import pytest
-from conftest import TEMPLATE, Bake, edit, launch, launch_on_full_disk, read_losses, started, wait_until
+from conftest import TEMPLATE, Bake, edit, launch, launch_on_full_disk, read_losses, run, started, wait_until
 
 pytestmark = pytest.mark.weekly
 
@@ -89,6 +90,14 @@ def find_a_port_in_use(project: Path) -> str:
         return report(project, code=1, NODES="2", NODE_RANK="0", HEAD="127.0.0.1", PORT=port, nproc=1)
 
 
+def have_an_unreachable_name(project: Path) -> str:
+    if os.geteuid() != 0:
+        pytest.skip("only root may change a host name")
+    words = ("unshare", "--uts", "sh", "-c", 'hostname localhost && exec "$0" "$@"', project / "scripts" / "launch.sh")
+    machine = {"NODES": "2", "NODE_RANK": "1", "HEAD": "10.77.0.1", "NPROC": "1"}
+    return run(*words, *SMALL, cwd=project, code=2, **machine).stderr
+
+
 def change_the_batch(project: Path) -> str:
     report(project, "--train.max_steps", "2", code=0)
     return report(project, "--data.global_batch_size", "64", code=2)
@@ -100,7 +109,8 @@ def lack_the_environment(project: Path) -> str:
 
 CAUSES = [
     *(hang, call_another_collective, fail, be_killed, have_unused_parameters, explode, share_a_folder, be_damaged),
-    *(fill_the_disk, hold_a_lambda, find_a_port_in_use, change_the_batch, lack_the_environment),
+    *(fill_the_disk, hold_a_lambda, find_a_port_in_use, have_an_unreachable_name, change_the_batch),
+    lack_the_environment,
 ]
 
 
