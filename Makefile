@@ -13,7 +13,7 @@ QUESTIONS := project_name project_slug description author parallelism task launc
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-weekly test-gpu lint sizes diffs bump
+.PHONY: help demo test test-long test-weekly test-gpu lint sizes diffs bump address
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test         check every rendered file; compare every strategy with a plain loop: five minutes"
@@ -24,6 +24,7 @@ help:
 	@echo "make sizes        print the sizes of what is rendered, and their caps"
 	@echo "make diffs        write docs/diffs, between the default project and other strategies"
 	@echo "make bump         move every pin to its newest version"
+	@echo "make address      write the repository's address, _repository in cookiecutter.json, into the pages"
 
 demo: .venv/installed
 	@test ! -e $(DEMO) || { echo "error: $(DEMO)/ is there already; try make demo DEMO=demo2" >&2; exit 2; }
@@ -62,6 +63,9 @@ diffs: .venv/installed
 bump: .venv/installed
 	@$(BIN)/python .ci/bump.py
 	@touch .venv/installed
+
+address: .venv/installed
+	@$(BIN)/python .ci/bump.py address
 
 .venv/installed: requirements.txt {{cookiecutter.project_slug}}/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -16,6 +16,7 @@ import shlex
 import sys
 import time
 import unicodedata
+from importlib.metadata import version
 from pathlib import Path
 
 from cookiecutter.cli import main as cli
@@ -36,6 +37,8 @@ class CheckAnswers(Extension):
 
     def __init__(self, environment):
         super().__init__(environment)
+        if [*map(int, version("cookiecutter").split(".")[:2])] < [2, 6]:  # 2.1 leaves half a project.
+            sys.exit("error: cookiecutter is older than 2.6. Try:\n  pip install --upgrade cookiecutter")
         vars(environment).update(read_json("cookiecutter.json")["_jinja2_env_vars"])  # A replay may have others.
         sys.modules.pop(__name__, None)  # cruft renders two versions of the template in one process.
         functions = {"keep_answers": self.keep_answers, "check_answers": self.check_answers}

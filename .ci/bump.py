@@ -1,5 +1,7 @@
 """Moves every pin of the template to its newest version at once, and prints what it moved; `make bump` runs it.
 
+`make address` writes the address of the repository, `_repository` in cookiecutter.json, into the pages that name it.
+
 It upgrades .venv first, so pip has found the versions to fit each other. ``contents`` derives all files that hold pins
 from what is installed, which tests/rendering/test_pins.py compares with those files.
 """
@@ -33,18 +35,16 @@ OPTIONAL = re.compile(rf"""(?:{CONDITION}{IMPORT}|find_spec\(\s*["'])([A-Za-z]\w
 
 
 def main() -> None:
-    """Upgrade the environment, write all files that hold pins, and print the words that changed."""
+    """Upgrade the environment, and write all files that hold pins; or, with an argument, the repository's address."""
+    if sys.argv[1:] == ["address"]:
+        return write(addresses())
     if sys.version_info[:2] != (3, 11):
         sys.exit("error: .venv has another Python than 3.11, whose packages are pinned")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--upgrade"]
     unpinned = [line.split("==")[0] for line in REQUIREMENTS.read_text().splitlines() if line[:1].isalpha()]
     ranges = [text for requirements in needs().values() for text in requirements]
     subprocess.run([*pip, "--upgrade-strategy", "eager", *unpinned, *ranges], check=True)
-    for path, text in (contents() | actions()).items():
-        before, after = set(path.read_text().split()), set(text.split())
-        path.write_text(text)
-        if moved := [*(f"-{word}" for word in before - after), *(f"+{word}" for word in after - before)]:
-            print(f"{path.relative_to(TEMPLATE)}:", *sorted(moved, key=lambda word: word[1:]), sep="\n    ")
+    write(contents() | actions())
     print(*not_taken(), sep="\n")
 
 
@@ -145,6 +145,24 @@ def slugs(names: Iterable[str]) -> list[str]:
     """Return names as slugs, those that are one, but of no module of Python, which check_answers.py rejects."""
     standard = {canonicalize_name(name) for name in sys.stdlib_module_names}
     return sorted({name for name in map(canonicalize_name, names) if re.fullmatch("[a-z][a-z0-9-]*", name)} - standard)
+
+
+def addresses() -> dict[Path, str]:
+    """Return the pages that name the repository, with the address in cookiecutter.json in place of theirs."""
+    new = json.loads((TEMPLATE / "cookiecutter.json").read_text())["_repository"]
+    names = ["*.md", "CITATION.cff", "docs/*.md", ".github/ISSUE_TEMPLATE/*"]
+    pages = {path: path.read_text() for name in names for path in sorted(TEMPLATE.glob(name))}
+    old = re.findall(r"^cookiecutter (https:\S+)", pages[TEMPLATE / "README.md"], re.MULTILINE)[0]
+    return {path: text.replace(old, new) for path, text in pages.items() if old in text}
+
+
+def write(files: dict[Path, str]) -> None:
+    """Write files, and print the words that changed."""
+    for path, text in files.items():
+        before, after = set(path.read_text().split()), set(text.split())
+        path.write_text(text)
+        if moved := [*(f"-{word}" for word in before - after), *(f"+{word}" for word in after - before)]:
+            print(f"{path.relative_to(TEMPLATE)}:", *sorted(moved, key=lambda word: word[1:]), sep="\n    ")
 
 
 def actions() -> dict[Path, str]:

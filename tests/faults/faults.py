@@ -440,6 +440,18 @@ FAULTS = {
         "",
         ANSWERS + r"test_a_name_may_contain_any_other_character[back\\slash \\n \\x41]",
     ),
+    "an old cookiecutter writes half a project": Fault(
+        CHECKS,
+        "< [2, 6]:",
+        "< [2, 1]:",
+        ANSWERS + "test_a_cookiecutter_that_is_too_old_is_refused[2.1.1]",
+    ),
+    "projects link to a repository of their own": Fault(
+        "{{cookiecutter.project_slug}}/README.md",
+        "({{ cookiecutter._repository }}/blob/main/docs/recipes.md)",
+        "(https://github.com/org/ddp-template/blob/main/docs/recipes.md)",
+        "tests/rendering/test_source.py::test_one_line_names_the_repository",
+    ),
     "choices that do not fit are rendered": Fault(
         CHECKS,
         "if answers[question] in reasons:",

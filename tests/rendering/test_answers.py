@@ -78,6 +78,7 @@ DERIVED = {
     "__package": "../x",
     "__year": "1\n2",
     "_version": "0.1",
+    "_repository": "https://evil.example",
     "_copy_without_render": None,
     "_jinja2_env_vars": {},
 }
@@ -155,6 +156,21 @@ def test_an_answer_to_no_question_is_rejected_with_a_command_that_works(name: st
     result = ask(tmp_path, launcher="spawn", **{name: "../x"})
     assert result.stderr.startswith(f"error: {name} is none of the questions project_name, project_slug, ")
     assert recorded(retry(tmp_path, result))["launcher"] == "spawn"
+
+
+@pytest.mark.parametrize("version", ["2.1.1", "2.5.0"])
+def test_a_cookiecutter_that_is_too_old_is_refused(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2.1 would write half a project. Only the version is that of an old one."""
+    metadata = tmp_path / "path" / f"cookiecutter-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: cookiecutter\nVersion: {version}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    (folder := tmp_path / "folder").mkdir()
+    result = ask(folder)
+    expected = "error: cookiecutter is older than 2.6. Try:\n  pip install --upgrade cookiecutter\n"
+    assert (result.returncode, result.stderr) == (1, expected) and not [*folder.iterdir()]
 
 
 @pytest.mark.parametrize("question", CHOICES)

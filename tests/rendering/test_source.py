@@ -6,9 +6,10 @@ import json
 import re
 from pathlib import Path
 
+import bump
 import pytest
 import yaml
-from conftest import BIN, CHOICES, CONTEXT, QUESTIONS, TEMPLATE, run
+from conftest import BIN, CHOICES, CONTEXT, QUESTIONS, TEMPLATE, copy_template, render_copy, run
 from renders import PARTS, TREE
 from test_render import parse
 
@@ -22,6 +23,21 @@ def test_all_texts_name_the_version() -> None:
     newest = re.findall(r"^## (.*)$", (TEMPLATE / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert citation["version"] == CONTEXT["_version"]
     assert newest == f"{citation['version']}, {citation['date-released']}"
+
+
+def test_one_line_names_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make address` writes it into every page that names it, and projects link to it."""
+    copy = copy_template(tmp_path / "template")
+    context = copy / "cookiecutter.json"
+    context.write_text(context.read_text().replace(CONTEXT["_repository"], new := "https://gitlab.com/lab/renamed"))
+    monkeypatch.setattr(bump, "TEMPLATE", copy)
+    bump.write(pages := bump.addresses())
+    assert {"README.md", "SECURITY.md", "CITATION.cff", "config.yml", "updates.md"} <= {path.name for path in pages}
+    project = render_copy(copy, tmp_path / "out")
+    assert new in (copy / "README.md").read_text() and new in (project / "README.md").read_text()
+    names = [path for path in copy.rglob("*.*") if path.suffix in (".md", ".yml", ".cff", ".json", ".py", ".toml")]
+    named = [path.name for path in names if CONTEXT["_repository"] in path.read_text()]
+    assert not named and "gh:org" not in "".join(path.read_text() for path in pages)
 
 
 def test_every_choice_has_a_label_with_when_to_pick_it_in_80_columns() -> None:
