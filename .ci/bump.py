@@ -67,7 +67,8 @@ def not_taken() -> Iterator[str]:
 def contents() -> dict[Path, str]:
     """Return the files that hold pins of packages, with the versions that are installed."""
     files = {path: pins(path, requirements) for path, requirements in needs().items()}
-    for path in (REQUIREMENTS, *TEMPLATE.glob("*/.pre-commit-config.yaml"), TEMPLATE / ".pre-commit-config.yaml"):
+    hooks = [folder / ".pre-commit-config.yaml" for folder in (TEMPLATE, PROJECT)]
+    for path in (REQUIREMENTS, PROJECT / "pyproject.toml", *hooks):
         files[path] = re.sub(r"([\w-]+)==[\w.]+", lambda pin: f"{pin[1]}=={release(pin[1])}", path.read_text())
     names = {reason: [f'"{name}"' for name in names] for reason, names in reserved().items()}
     wrap = textwrap.TextWrapper(width=115, initial_indent=" " * 4, subsequent_indent=" " * 4, break_on_hyphens=False)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import sys
 
 import pytest
-from conftest import BIN, Bake, edit, run
+from conftest import BIN, TEMPLATE, Bake, edit, run
 
 pytestmark = pytest.mark.long
 
@@ -68,6 +71,19 @@ def test_a_proof_says_what_holds(bake: Bake, changes: dict[tuple[str, str], str]
         assert any("plain_loop" in test for test in fails) and not any("bitwise" in test for test in fails), fails
     else:
         assert not fails and all(float(row["loss"].split()[0]) < 1e-5 for row in rows if "plain_loop" in row["test"])
+
+
+@pytest.mark.weekly
+def test_uv_installs_and_runs_a_project_as_it_is(bake: Bake) -> None:
+    project = bake()
+    # A folder of wheels, such as that of PyTorch's build for CPUs, serves uv as it serves pip.
+    wheels = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", str(project))}
+    run(BIN / "uv", "sync", "--quiet", "--python", sys.executable, cwd=project, **wheels)
+    (pin,) = re.findall("^torch==(.*)$", (TEMPLATE / "requirements.txt").read_text(), re.MULTILINE)
+    assert f'name = "torch"\nversion = "{pin}' in (project / "uv.lock").read_text()
+    words = ("scripts/launch.sh", "train", "--train.max_steps", "2", "--distributed.device", "cpu")
+    out = run(BIN / "uv", "run", *words, cwd=project, PYTHON="", **wheels).stdout
+    assert "step 0 of 2 on 2 rank(s), cpu" in out and (project / ".venv").is_dir()
 
 
 @pytest.mark.parametrize(
