@@ -13,7 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BIN, Bake, edit, find_processes, launch, read_losses, read_records, run, started, wait_until
+from conftest import (
+    BIN,
+    Bake,
+    edit,
+    find_processes,
+    launch,
+    read_losses,
+    read_records,
+    run,
+    run_python,
+    started,
+    wait_until,
+)
 from ranks import FAULTS, measure
 
 pytestmark = pytest.mark.long
@@ -389,6 +401,8 @@ def test_what_evaluates_is_what_trained(bake: Bake) -> None:
         result = launch(project, *evaluate, *given)
         assert json.loads(result.stdout)["num_samples"] < recorded["num_samples"]
         assert "dataset.test_bytes: 10000 instead of 21000" in result.stderr
+    words = ["generate", *evaluate[1:], "--temperature", "0", "--length", "40"]
+    assert len({*launch(project, *words).stdout}) < 20  # A model that has learned as little draws any byte otherwise.
 
 
 DRAWN = """torch.utils.data.random_split(Digits("train"), [1000, 437])
@@ -601,6 +615,22 @@ def test_what_a_launcher_did_not_set_is_named(bake: Bake, variables: dict[str, s
     err = run(*words, cwd=project, code=2, PYTHONPATH="src", **variables).stderr
     assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
     assert not (project / "run").exists()
+
+
+def test_ranks_meet_where_init_method_says(bake: Bake, tmp_path: Path) -> None:
+    """Without the launcher's address."""
+    words = (*SMALL, "--run.dir", "run", "--distributed.init_method", f"file://{tmp_path}/store")
+    project, command = bake(), (sys.executable, "-m", "my_experiment", *words, "--distributed.backend", "gloo")
+    out = run(*command, cwd=project, PYTHONPATH="src", RANK="0", WORLD_SIZE="1").stdout
+    assert "step 4/4" in out
+
+
+def test_a_notebook_starts_ranks_and_keeps_its_signals(bake: Bake) -> None:
+    words = [*SMALL, "--run.dir", "run"]
+    script = f"import signal\nfrom my_experiment.spawn import launch\nprint(launch({words}, nproc=2))\n"
+    script += "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    out = run_python(bake(launcher="spawn"), script)
+    assert "on 2 rank(s)" in out and out.endswith("\n0\nTrue\n"), out
 
 
 ALONE = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "HEAD": "127.0.0.1", "NPROC": "1"}

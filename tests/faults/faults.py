@@ -44,6 +44,10 @@ PARITY = "tests/numerics/test_parity.py::test_a_killed_and_resumed_run_matches_a
 REPORTS = "tests/failures/test_reports.py::"
 ANSWERS = "tests/rendering/test_answers.py::"
 TOKENS = "tests/documents/test_tokens.py::"
+DRAWN = RUN_DIR + "test_each_rank_and_step_draws_other_numbers_and_the_same_ones_after_a_resume"
+CHANGES = "tests/numerics/test_parity.py::test_a_run_that_changes_its_strategy_matches_a_plain_loop[digits]"
+NUMBERS = "tests/rendering/test_source.py::test_pages_state_the_numbers_of_the_code"
+WAITS = "tests/rendering/test_source.py::test_ranks_save_in_less_time_than_a_cluster_waits"
 
 DDP, FSDP, PIPELINE, TENSOR = (PARALLEL + f"{name}/parallel.py" for name in ("ddp", "fsdp", "pipeline", "tensor"))
 UNDER_FSDP, UNDER_PIPELINE, UNDER_TENSOR = ({"parallelism": name} for name in ("fsdp", "pipeline", "tensor"))
@@ -408,6 +412,78 @@ FAULTS = {
         '-m {{ cookiecutter.__package }} --preflight "$@" || true',  # At least one rank reports it again.
         f"{MISTAKE}[train --train.epochs 0-]",
     ),
+    # What a setting, an argument or a page says
+    "bf16 computes in fp32": Fault(DDP, 'enabled=precision != "fp32"', 'enabled=precision == "fp16"', DRAWN),
+    "fp16 does not scale the loss": Fault(
+        DDP, 'GradScaler(kind, enabled=precision == "fp16")', "GradScaler(kind, enabled=False)", DRAWN
+    ),
+    "every run is exact": Fault(SRC + "distributed.py", "(exact := config.train.exact)", "(exact := True)", DRAWN),
+    "ranks meet at the launcher's address alone": Fault(
+        SRC + "distributed.py",
+        "dist.rendezvous(method, rank,",
+        'dist.rendezvous("env://", rank,',
+        REPORTS + "test_ranks_meet_where_init_method_says",
+    ),
+    "LoopedBFS is another schedule": Fault(
+        PIPELINE,
+        "get_schedule_class(self.config.schedule)",
+        'get_schedule_class(self.config.schedule.replace("LoopedBFS", "GPipe"))',
+        CHANGES,
+    ),
+    "blocks free their weights although they are to be kept": Fault(
+        FSDP,
+        "reshard_after_forward=layout.reshard_after_forward",
+        "reshard_after_forward=True",
+        CHANGES,
+    ),
+    "a notebook cannot be interrupted after a run": Fault(
+        "templates/launcher/spawn/spawn.py",
+        "        signal.signal(number, handler)\n",
+        "        del handler\n",
+        REPORTS + "test_a_notebook_starts_ranks_and_keeps_its_signals",
+    ),
+    "a temperature has no effect": Fault(
+        TASK + "language/generate.py",
+        " / max(options.temperature, 1e-9)",
+        "",
+        REPORTS + "test_what_evaluates_is_what_trained",
+    ),
+    "there is one rank for any number of GPUs": Fault(
+        "templates/launcher/shared/prepare.sh",
+        "$((gpus ? gpus : 2))",
+        "$((gpus ? 1 : 2))",
+        REPORTS + "test_ranks_are_as_many_as_visible_devices_or_two[0,1,-1,2-2]",
+    ),
+    "a stopped launcher ends with the number of the signal": Fault(
+        "templates/launcher/torchrun/torchrun.py",
+        "sys.exit(128 + stopped.sigval)",
+        "sys.exit(stopped.sigval)",
+        f"{STOPPED}[SIGTERM to the launcher]",
+    ),
+    "the README has other exit codes": Fault(
+        "{{cookiecutter.project_slug}}/README.md", "130, 143 or 138", "130, 137 or 138", NUMBERS
+    ),
+    "a slug may be longer than the page states": Fault(
+        CHECKS, 'SLUG_LIMIT = "my-experiment", 60', 'SLUG_LIMIT = "my-experiment", 64', NUMBERS
+    ),
+    "make setup installs another group of packages": Fault(
+        "{{cookiecutter.project_slug}}/Makefile", "--group dev", "--group test", NUMBERS
+    ),
+    "a pod is killed before its ranks have saved": Fault(
+        "templates/cluster/kubernetes/job.yaml",
+        "terminationGracePeriodSeconds: 300",
+        "terminationGracePeriodSeconds: 200",
+        WAITS,
+    ),
+    "a Slurm job ends before its ranks have saved": Fault(
+        "templates/cluster/slurm/train.sbatch", "--signal=USR1@300", "--signal=USR1@120", WAITS
+    ),
+    "a container runs as root": Fault(
+        "{{cookiecutter.project_slug}}/{{ 'Dockerfile' if cookiecutter.docker else '' }}",
+        "USER 1000\n",
+        "",
+        "tests/rendering/test_source.py::test_a_container_runs_as_the_user_that_may_write",
+    ),
     # Tokens
     "what follows the end of a document is predicted": Fault(
         TASK + "language/dataset.py",
@@ -449,7 +525,7 @@ FAULTS = {
     "projects link to a repository of their own": Fault(
         "{{cookiecutter.project_slug}}/README.md",
         "({{ cookiecutter._repository }}/blob/main/docs/recipes.md)",
-        "(https://github.com/org/ddp-template/blob/main/docs/recipes.md)",
+        "(https://example.org/blob/main/docs/recipes.md)",
         "tests/rendering/test_source.py::test_one_line_names_the_repository",
     ),
     "choices that do not fit are rendered": Fault(
@@ -512,7 +588,7 @@ FAULTS = {
         SRC + "train.py",
         'derive_seed(self.config.run.seed, "step", self.steps, self.parallel.dp_rank)',
         "self.config.run.seed",
-        RUN_DIR + "test_each_rank_and_step_draws_other_numbers_and_the_same_ones_after_a_resume",
+        DRAWN,
     ),
     "statistics of BatchNorm are summed over the ranks": Fault(
         PARALLEL + "shared/buffers.py",

@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_template, render_copy, run
+from conftest import TEMPLATE, copy_template, render_copy, run
 from faults import FAULTS, SAMPLE
-
-pytestmark = pytest.mark.long
 
 # What a fault leaves that is no program any more would fail every test, and prove nothing.
 BROKEN = r"\b(NameError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError|AttributeError)\b"
@@ -29,17 +27,24 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_there_are_no_fewer_than_sixty() -> None:
-    assert len(FAULTS) >= 60 and len(SAMPLE) == 10 and set(SAMPLE) <= FAULTS.keys()
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_text_and_the_test_of_a_fault_are_there(name: str) -> None:
+    """So that a change of the text is seen at once; whether the test catches the fault, in the long tests."""
+    fault = FAULTS[name]
+    assert FAULTS.keys() >= {*SAMPLE}
+    assert (TEMPLATE / fault.file).read_text().count(fault.old) == 1 and fault.old != fault.new, fault.old
+    test, project = fault.test.partition("[")[0], TEMPLATE / "{{cookiecutter.project_slug}}"
+    file, function = test.removeprefix("project/").split("::")
+    assert f"def {function}(" in ((project if test.startswith("project/") else TEMPLATE) / file).read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.weekly) for name in FAULTS]
 )
 def test_a_fault_is_caught_by_the_test_that_it_names(copy: Path, name: str) -> None:
     fault = FAULTS[name]
     source = (copy / fault.file).read_text()
-    assert source.count(fault.old) == 1, f"{fault.file} has {source.count(fault.old)} times: {fault.old}"
     (copy / fault.file).write_text(source.replace(fault.old, fault.new))
     folder = copy if fault.test.startswith("tests/") else render_copy(copy, copy / "out", **fault.answers)
     words = ["-m", "pytest", "-x", "-q", "-rf", "-p", "no:cacheprovider", fault.test.removeprefix("project/")]

@@ -128,15 +128,36 @@ def test_a_compiled_run_matches_a_plain_loop(bake: Bake, tmp_path: Path, paralle
     assert_matches(tmp_path / "run", expected(project, task))
 
 
+# Settings of strategies that no other test here has.
+RARE = {
+    "fsdp": {"parallel.reshard_after_forward": "false"},
+    "pipeline": {"parallel.schedule": "LoopedBFS", "parallel.stages_per_rank": 2},
+}
+
+# Writes whether blocks free their weights after forward, which changes no number.
+SPY = """import os
+if "RANK" in os.environ:
+    import torch.distributed.fsdp as owner
+    shard = owner.fully_shard
+    def recorded(module, **options):
+        with open(__file__.replace(".py", ".txt"), "a") as file:
+            file.write(f"{options.get('reshard_after_forward', '')} ")
+        return shard(module, **options)
+    owner.fully_shard = recorded
+"""
+
+
 @pytest.mark.parametrize("task", ["digits", pytest.param("language", marks=pytest.mark.weekly)])
 def test_a_run_that_changes_its_strategy_matches_a_plain_loop(bake: Bake, tmp_path: Path, task: str) -> None:
-    folder = tmp_path / "run"
+    folder, spy = tmp_path / "run", tmp_path / "sitecustomize.py"
+    spy.write_text(SPY)
     strategies = [each for each in ("ddp", "fsdp", "pipeline", "tensor", "ddp") if each not in refused(task)]
     for number, parallelism in enumerate(strategies, start=1):
         project = bake(str(number), parallelism=parallelism, task=task)
-        words = arguments(task, **{"train.max_steps": STEPS * number // len(strategies)})
-        launch(project, "train", *words, "--run.dir", folder)
+        words = arguments(task, **{"train.max_steps": STEPS * number // len(strategies)}, **RARE.get(parallelism, {}))
+        launch(project, "train", *words, "--run.dir", folder, PYTHONPATH=str(tmp_path))
     assert_matches(folder, expected(project, task))
+    assert {*spy.with_suffix(".txt").read_text().split()} == {"False"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import bump
@@ -12,6 +13,8 @@ import yaml
 from conftest import BIN, CHOICES, CONTEXT, QUESTIONS, TEMPLATE, copy_template, render_copy, run
 from renders import PARTS, TREE
 from test_render import parse
+
+import check_answers
 
 SOURCES = [path for folder in (TREE, PARTS, TEMPLATE / "hooks") for path in folder.rglob("*") if path.is_file()]
 # A part of a file uses names that the rest of the file has, or has names that only the rest uses.
@@ -34,7 +37,8 @@ def test_one_line_names_the_repository(tmp_path: Path, monkeypatch: pytest.Monke
     bump.write(pages := bump.addresses())
     assert {"README.md", "SECURITY.md", "CITATION.cff", "config.yml", "updates.md"} <= {path.name for path in pages}
     project = render_copy(copy, tmp_path / "out")
-    assert new in (copy / "README.md").read_text() and new in (project / "README.md").read_text()
+    links = re.findall(r"\((\S+)/blob/main/docs/", (project / "README.md").read_text())
+    assert links and {*links} == {new} and new in (copy / "README.md").read_text()
     names = [path for path in copy.rglob("*.*") if path.suffix in (".md", ".yml", ".cff", ".json", ".py", ".toml")]
     named = [path.name for path in names if CONTEXT["_repository"] in path.read_text()]
     assert not named and "gh:org" not in "".join(path.read_text() for path in pages)
@@ -54,6 +58,31 @@ def test_every_choice_has_a_label_with_when_to_pick_it_in_80_columns() -> None:
         shown = f" ({default})" if isinstance(default, str) else ""
         assert len(f"  [{number}/{len(labels)}] {question}{shown}: ") < 80, name
         assert all(len(choice) <= 70 for choice in choices), name
+
+
+def test_ranks_save_in_less_time_than_a_cluster_waits() -> None:
+    cluster = PARTS / "cluster"
+    job, script = (cluster / "kubernetes/job.yaml").read_text(), (cluster / "slurm/train.sbatch").read_text()
+    pod = re.findall(r"GracePeriodSeconds: (\d+)|STOP_SECONDS.*\n +value: \"(\d+)\"", job)
+    slurm = re.findall(r"^#SBATCH --signal=USR1@(\d+)|STOP_SECONDS:-(\d+)", script, re.MULTILINE)
+    for (waits, _), (_, saves) in (pod, slurm):
+        assert 60 <= int(saves) <= int(waits) - 30
+
+
+def test_a_container_runs_as_the_user_that_may_write() -> None:
+    dockerfile = (TREE / "{{ 'Dockerfile' if cookiecutter.docker else '' }}").read_text()
+    assert "useradd --no-create-home --uid 1000" in dockerfile and "\nUSER 1000\nENTRYPOINT " in dockerfile
+    assert "runAsUser: 1000" in (PARTS / "cluster/kubernetes/job.yaml").read_text()
+
+
+def test_pages_state_the_numbers_of_the_code() -> None:
+    """Exit codes, which the project's tests compare with those of a run; the longest slug; the group of packages."""
+    readme, makefile = ((TREE / name).read_text() for name in ("README.md", "Makefile"))
+    codes = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    assert "Ctrl-C, SIGTERM or SIGUSR1 saves and stops, with exit code {}, {} or {}. ".format(*codes) in readme
+    assert f"; at most {check_answers.SLUG_LIMIT} characters |" in (TEMPLATE / "docs" / "questions.md").read_text()
+    groups = re.findall(r"^\[dependency-groups\]\n(\w+) = ", (TREE / "pyproject.toml").read_text(), re.MULTILINE)
+    assert groups == re.findall(r"--group (\w+)", makefile) == ["dev"]  # What uv installs, too.
 
 
 @pytest.mark.parametrize("suffix", [".py", ".yaml", ".yml", ".json", ".toml", ".xml"])

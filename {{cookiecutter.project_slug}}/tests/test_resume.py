@@ -30,9 +30,9 @@ from support import (
 )
 
 STOPS = {
-    "SIGTERM to the launcher": lambda pid: os.kill(pid, signal.SIGTERM),
-    "Ctrl-C to every process": lambda pid: [os.kill(member, signal.SIGINT) for member in reversed(family(pid))],
-    "SIGUSR1 to one rank": lambda pid: os.kill(children(pid)[-1], signal.SIGUSR1),
+    "SIGTERM to the launcher": (143, lambda pid: os.kill(pid, signal.SIGTERM)),
+    "Ctrl-C to every process": (130, lambda pid: [os.kill(member, signal.SIGINT) for member in reversed(family(pid))]),
+    "SIGUSR1 to one rank": (143, lambda pid: os.kill(children(pid)[-1], signal.SIGUSR1)),
 }
 
 
@@ -55,8 +55,9 @@ def test_a_killed_run_that_lost_a_checkpoint_resumes_bitwise(
 
 @pytest.mark.parametrize("name", STOPS)
 def test_a_stopped_run_loses_no_step(trained: Callable[..., Path], tmp_path: Path, name: str) -> None:
-    workers = ("--data.num_workers", "1")
-    _, out, err = end_at(6, tmp_path, STOPS[name], *workers)
+    (expected, end), workers = STOPS[name], ("--data.num_workers", "1")
+    code, out, err = end_at(6, tmp_path, end, *workers)
+    assert code == expected, out + err
     stopped = re.search(r"stopped after step (\d+)", out)
     assert stopped and checkpoints(tmp_path)[-1].stem == f"step-{int(stopped[1]):08d}", out + err
     assert "Traceback" not in err
