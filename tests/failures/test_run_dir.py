@@ -281,7 +281,7 @@ def test_each_rank_and_step_draws_other_numbers_and_the_same_ones_after_a_resume
         assert line[1::3] == ["torch.bfloat16"] * STEPS + ["torch.float16"] * STEPS
         assert line[2::3] == ["True"] * STEPS + ["False"] * STEPS
     newest = project / "whole" / "checkpoints" / f"step-{STEPS:08d}.pt"
-    assert torch.load(newest, weights_only=True)["scaler"]["scale"] >= 1
+    assert torch.load(newest, weights_only=True)["scaler"].get("scale", 0) >= 1
 
 
 def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:

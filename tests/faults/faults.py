@@ -570,7 +570,7 @@ FAULTS = {
         "{{cookiecutter.project_slug}}/README.md",
         "#:: if cookiecutter.docker ::#",
         '#:: if cookiecutter.docker or cookiecutter.cluster == "kubernetes" ::#',
-        "tests/rendering/test_render.py::test_a_project_has_no_traces_of_the_template_or_of_other_choices",
+        "tests/rendering/test_render.py::test_a_project_has_no_traces_of_the_template_or_of_other_choices[pairs]",
     ),
     "a project uses one private interface more": Fault(
         SRC + "distributed.py",

@@ -1,4 +1,4 @@
-"""Every combination of answers, rendered in memory, each distinct file once; and the branches that were taken.
+"""Combinations of answers, rendered in memory, each distinct file once; and the branches that were taken.
 
 Branches are: a template is rendered; a condition is true, or false; a loop is entered; an include whose name is
 computed finds one of the files that fit, or none where that is allowed.
@@ -55,12 +55,12 @@ class Project(NamedTuple):
 class Rendering:
     """All projects, the projects of each distinct file, and the branches of the templates."""
 
-    def __init__(self) -> None:
+    def __init__(self, answered: Iterable[dict[str, Any]]) -> None:
         self.recorder = Recorder()
         self.owners: dict[File, list[Project]] = {}
         self.projects: list[Project] = []
         self.failures: dict[str, str] = {}  # What does not render, by the error.
-        for answers in combinations():
+        for answers in answered:
             if refusal(answers) is None:
                 self.keep(answers)
 
@@ -151,6 +151,28 @@ def combinations() -> Iterable[dict[str, Any]]:
     """Yield every combination of answers."""
     for values in itertools.product(*CHOICES.values()):
         yield dict(zip(CHOICES, values, strict=True))
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Return all pairs of answers, the others being the defaults; and what ``mixed`` returns."""
+    default = {name: values[0] for name, values in CHOICES.items()}
+    found = [
+        default | dict(zip(names, values, strict=True))
+        for names in itertools.combinations(CHOICES, 2)
+        for values in itertools.product(*(CHOICES[name] for name in names))
+    ]
+    found += mixed()
+    return [answers for number, answers in enumerate(found) if answers not in found[:number]]
+
+
+def mixed() -> list[dict[str, Any]]:
+    """Return a few combinations that have every choice, none of them a default where there are several."""
+    longest = max(map(len, CHOICES.values()))
+    found = [{name: values[(i + 1) % len(values)] for name, values in CHOICES.items()} for i in range(longest)]
+    for answers in found:
+        if fault := refusal(answers):
+            answers[fault[0]] = fault[2]
+    return found
 
 
 def refusal(answers: dict[str, Any]) -> tuple[str, str, Any] | None:

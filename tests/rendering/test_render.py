@@ -1,9 +1,9 @@
-"""Every combination of answers renders to clean files; a file that several combinations share is checked once."""
+"""All pairs of answers, weekly all combinations, render to clean files; a file that several share is checked once."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import os
 import re
 import tomllib
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import BIN, CHOICES, CONTEXT, TEMPLATE, Bake, run
-from renders import File, Rendering, alike, combinations, covering, refusal, write
+from renders import File, Rendering, alike, combinations, covering, mixed, pairs, refusal, write
 from traces import TRACES, find_traces, words
 
 PACKAGE = "src/my_experiment"
@@ -21,23 +21,22 @@ PACKAGE = "src/my_experiment"
 SHARED = ("train", "evaluate", "loader", "checkpoint", "distributed", "logger", "optim", "task", "model", "dataset")
 
 
-@pytest.fixture(scope="module")
-def rendering() -> Rendering:
-    return Rendering()
+@pytest.fixture(scope="module", params=["pairs", pytest.param("all", marks=pytest.mark.weekly)])
+def rendering(request: pytest.FixtureRequest) -> Rendering:
+    return Rendering(pairs() if request.param == "pairs" else combinations())
 
 
-def test_every_combination_renders_or_is_refused(rendering: Rendering) -> None:
+def test_a_combination_renders_or_is_refused(rendering: Rendering) -> None:
+    """Of any two choices, some project has both, or a choice states why it refuses the other one."""
     assert not rendering.failures
-    refused = sum(refusal(answers) is not None for answers in combinations())
-    assert len(rendering.projects) + refused == math.prod(map(len, CHOICES.values()))
+    found = {pair for project in rendering.projects for pair in itertools.combinations(project.answers.items(), 2)}
+    wanted = {pair for answers in combinations() for pair in itertools.combinations(answers.items(), 2)}
+    default = {name: values[0] for name, values in CHOICES.items()}
+    assert all(refusal(default | dict(pair)) for pair in wanted - found)
 
 
 def test_projects_are_rendered_as_cookiecutter_does_it(rendering: Rendering, bake: Bake) -> None:
-    longest = max(map(len, CHOICES.values()))
-    several = [{name: values[i % len(values)] for name, values in CHOICES.items()} for i in range(longest)]
-    for i, answers in enumerate(several):  # Together, these have every choice.
-        if fault := refusal(answers):
-            answers[fault[0]] = fault[2]
+    for i, answers in enumerate(mixed()):
         (files,) = [project.files for project in rendering.projects if project.answers == answers]
         folder = bake(str(i), **answers)
         paths = [path for path in folder.rglob("*") if path.is_file()]
@@ -56,12 +55,15 @@ def test_every_choice_changes_a_file(rendering: Rendering) -> None:
     trees: dict[frozenset[tuple[str, str]], object] = {}
     for project in rendering.projects:
         files = frozenset(id(file) for path, file in project.files.items() if path != "pyproject.toml")
-        assert files not in trees, f"{project.answers} renders to the same files as {trees[files]}"
-        trees[files] = project.answers
+        assert trees.setdefault(files, project.answers) == project.answers, (
+            f"{project.answers} renders to the same files as {trees[files]}"
+        )
 
 
 def test_the_loop_is_the_same_under_every_strategy(rendering: Rendering) -> None:
-    for projects in alike(rendering.projects, "parallelism"):
+    groups = alike(rendering.projects, "parallelism")
+    assert max(map(len, groups)) == len(CHOICES["parallelism"])
+    for projects in groups:
         for name in SHARED:
             assert len({project.files[f"{PACKAGE}/{name}.py"] for project in projects}) == 1, name
 
