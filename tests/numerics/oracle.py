@@ -42,7 +42,7 @@ def train(package: Path, task: str, settings: Settings) -> Result:
     parameters = list(model.parameters())
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     for step, (total, epoch, inputs, targets) in enumerate(islice(batches(task, package, settings), steps)):
-        loss = cross_entropy(model(inputs), targets)
+        loss = TASKS[task].loss(model(inputs), targets)
         gradients = torch.autograd.grad(loss, parameters)
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
         lr, scale = learning_rate(step, total, settings), min(1.0, settings["train.clip_grad_norm"] / norm)
@@ -51,7 +51,7 @@ def train(package: Path, task: str, settings: Settings) -> Result:
         record = {"step": step + 1, "epoch": epoch, "loss": loss.item(), "lr": lr, "grad_norm": norm}
         result.records.append(record)
         if (step + 1) % settings["train.eval_every"] == 0:
-            metrics = evaluate(model, *DATA[task](package, settings, "validation", 0))
+            metrics = evaluate(model, task, *TASKS[task].data(package, settings, "validation", 0))
             result.evaluations.append({"step": step + 1, **metrics})
     result.weights = dict(model.state_dict())
     return result
@@ -76,7 +76,7 @@ def batches(task: str, package: Path, settings: Settings) -> Iterator[tuple[int,
     """
     size, epochs, seed = (settings[name] for name in ("data.global_batch_size", "train.epochs", "run.seed"))
     for epoch in range(epochs):
-        inputs, targets = DATA[task](package, settings, "train", epoch)
+        inputs, targets = TASKS[task].data(package, settings, "train", epoch)
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch)))
         steps = len(inputs) // size
         for number, batch in enumerate(order[: steps * size].split(size), start=1):
@@ -116,11 +116,34 @@ def language(package: Path, settings: Settings, split: str, epoch: int) -> tuple
     return part[:used].view(-1, context), part[1 : used + 1].view(-1, context)
 
 
-DATA: dict[str, Callable[[Path, Settings, str, int], tuple[Tensor, Tensor]]] = {"digits": digits, "language": language}
-
-
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Return the share of images that are recognized, of all and of each class."""
+    right = (outputs.argmax(1) == targets).double()
+    return {"accuracy": right.mean().item(), "class_accuracy": [right[targets == c].mean().item() for c in range(10)]}
+
+
+def perplexity(outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    loss = cross_entropy(outputs, targets).item()
+    return {"bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)}
+
+
+@dataclass
+class Task:
+    """What a task learns: the data of a split in an epoch, the mean loss of a batch, and the metrics of a split."""
+
+    data: Callable[[Path, Settings, str, int], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    metrics: Callable[[Tensor, Tensor], dict[str, Any]]
+
+
+TASKS = {
+    "digits": Task(digits, cross_entropy, accuracy),
+    "language": Task(language, cross_entropy, perplexity),
+}
 
 
 def learning_rate(step: int, steps: int, settings: Settings) -> float:
@@ -144,13 +167,8 @@ def adamw(p: Tensor, gradient: Tensor, moments: Any, step: int, lr: float, setti
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+def evaluate(model: nn.Module, task: str, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Return the metrics of a whole split, each sample once."""
     outputs = model(inputs)
-    loss = cross_entropy(outputs, targets).item()
-    metrics: dict[str, Any] = {"bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)}
-    if targets.dim() == 1:
-        right = (outputs.argmax(1) == targets).double()
-        of_class = [right[targets == label].mean().item() for label in range(10)]
-        metrics = {"accuracy": right.mean().item(), "class_accuracy": of_class}
-    return {"num_samples": len(inputs), "loss": loss, **metrics}
+    metrics = TASKS[task].metrics(outputs, targets)
+    return {"num_samples": len(inputs), "loss": TASKS[task].loss(outputs, targets).item(), **metrics}

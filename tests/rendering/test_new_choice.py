@@ -21,6 +21,40 @@ NEW = {
     "license": ("Proprietary", {"LicenseRef-Proprietary": "LicenseRef-New", "proprietary": "new"}),
 }
 
+# The digit as a number, with a loss and a metric that no other task has.
+REGRESSION = {
+    "CLASSES = 10": "CLASSES = 1",
+    "from .model import CLASSES\n": "",
+    '"accuracy", True': '"r2", True',
+    'F.cross_entropy(outputs.float(), targets, reduction="sum")': "self.squares(outputs, targets).sum()",
+    'F.cross_entropy(outputs.float(), targets, reduction="none")': "self.squares(outputs, targets)",
+    "outputs.argmax(dim=1)": "outputs[:, 0]",
+    '        correct, target = metrics["prediction"] == metrics["target"], metrics["target"]\n': "",
+    "        of_class = [correct[target == label].mean() for label in range(CLASSES)]\n": "",
+    'return {"loss": metrics["loss"].mean(dtype=np.float64), "accuracy": correct.mean(), "class_accuracy": of_class}': (
+        'loss = metrics["loss"].mean(dtype=np.float64)\n'
+        '        return {"loss": loss, "r2": 1 - loss / metrics["target"].var()}'
+    ),
+    "    def weight(self,": (
+        "    def squares(self, outputs: Any, targets: Any) -> Tensor:\n"
+        '        """Return the squared error of each sample."""\n'
+        '        return F.mse_loss(outputs.float()[:, 0], targets.float(), reduction="none")\n\n'
+        "    def weight(self,"
+    ),
+}
+ITS_ORACLE = """
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs[:, 0], targets.double())
+
+
+def r2(outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    return {"r2": 1 - squares(outputs, targets).item() / targets.numpy().var()}
+
+
+TASKS["new"] = Task(digits, squares, r2)
+"""
+
 
 @pytest.fixture
 def template(tmp_path: Path) -> Path:
@@ -79,3 +113,19 @@ def test_a_new_task_and_a_new_strategy_train_and_evaluate(template: Path, questi
     project = render_copy(template, template.parent / "out", **{question: "new"})
     output = run(TEMPLATE / "tests" / "demo.sh", project, cwd=template, BIN=str(BIN)).stdout
     assert changes.get("accuracy", "accuracy") in output
+
+
+@pytest.mark.long
+def test_a_task_with_a_loss_of_its_own_is_compared_with_the_plain_loop(template: Path) -> None:
+    """By the steps: the folder, the dialogue, and what the oracle has to know of it."""
+    add_choice(template, "task", "digits", REGRESSION)
+    project = render_copy(template, template.parent / "out", task="new")
+    for check in (["format", "--check"], ["check"]):
+        run(BIN / "ruff", *check, "--no-cache", ".", cwd=project)
+    numerics = template / "tests" / "numerics"
+    with (numerics / "oracle.py").open("a") as file:
+        file.write(ITS_ORACLE)
+    parity, before = numerics / "test_parity.py", "\n\n\ndef ranks("
+    parity.write_text(parity.read_text().replace(before, f'\nTASKS["new"] = TASKS["digits"]{before}'))
+    test = "test_a_killed_and_resumed_run_matches_a_plain_loop[ddp-new-2]"
+    run(BIN / "pytest", "-q", f"tests/numerics/test_parity.py::{test}", cwd=template)

@@ -67,15 +67,15 @@ def yaml_in_utf8(path: str) -> list[str]:
     """Return the pattern of a file of settings, if it has any; rejects other YAML, and a key that is given twice."""
     with open(path, encoding="utf-8") as file:
         top = yaml.compose(file, yaml.SafeLoader)
-    nodes = [(path, top)] if top and not top.tag.endswith(":null") else []
-    for where, node in nodes:
+    found = [(path, top)] if top and not top.tag.endswith(":null") else []
+    inner = top.value if isinstance(top, yaml.MappingNode) else []
+    for where, node in [*found, *((f"{key.value} in {path}", value) for key, value in inner)]:
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{where} has to hold settings by name, as configs/default.yaml does")
         names = [key.value for key, _ in node.value]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{repeated[0]} is given twice in {where}; keep one of them")
-        nodes += [(f"{key.value} in {path}", value) for key, value in node.value if node is top]
-    return [escape(path)] if nodes else []
+    return [escape(path)] if found else []
 
 
 def parse(argv: Sequence[str]) -> tuple[str, Config, Namespace]:
