@@ -53,7 +53,7 @@ def test_a_split_gives_the_result_of_a_plain_loop(
 @pytest.mark.proof
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("nproc", "words"), SPLITS[1:], ids=str)
-def test_a_split_rounds_low_precision_no_worse_than_twice_what_another_order_of_sums_does(
+def test_a_split_rounds_low_precision_as_other_micro_batches_do(
     trained: Any, record_property: Any, nproc: int, words: list[str], precision: str
 ) -> None:
     first = (SPLITS[0][0], *SPLITS[0][1], "--train.precision", precision)
