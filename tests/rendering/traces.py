@@ -53,7 +53,10 @@ def find_traces(file: File, owners: list[Project]) -> Iterator[str]:
         chosen = {project.answers[question] for project in owners}
         others = any(choice != value and (choice, value) not in ALLOWED for choice in chosen)
         if others and (PurePath(file.path).name, question) not in COMMON:
-            yield from (f"{file.path} of {question} {sorted(chosen)}: {word}" for word in words(pattern, text))
+            yield from (
+                f"{file.path} of {question} {sorted(chosen)}: {word}, a word of templates/{question}/{value}"
+                for word in words(pattern, text)
+            )
 
 
 def words(pattern: str, text: str) -> set[str]:

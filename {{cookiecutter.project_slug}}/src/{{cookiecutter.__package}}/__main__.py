@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {  # What each does, and its options
     #:: if fact("shards") ::#
     "estimate": ("print the memory of a step on each rank, and whether it fits", {"ranks"}),
     #:: endif ::#
-    #:: if file("cluster", "README.md") ::#
+    #:: if fact("doctor") ::#
     "doctor": ("check what breaks a first run on several machines", set()),
     #:: endif ::#
 }
@@ -115,7 +115,7 @@ def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     if name == "estimate":
         return estimate(config, options.ranks, options.memory)
     #:: endif ::#
-    #:: if file("cluster", "README.md") ::#
+    #:: if fact("doctor") ::#
     if name == "doctor":
         from .doctor import doctor
 
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> None:
             #:: endif ::#
         if len(words) == len(argv):
             run(name, config, options, given={word[2:].split("=")[0] for word in words if word[:2] == "--"})
-        #:: if file("cluster", "README.md") ::#
+        #:: if fact("doctor") ::#
         elif name == "doctor":
             from .doctor import meet
 
