@@ -158,6 +158,12 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
         ("ddp", BATCH_NORM, ["--train.activation_checkpointing", "true"], "BatchNorm"),
         ("fsdp", SHORT, [], "buffer scale cannot be sent"),
         *((strategy, EXPANDED, [], "buffer scale cannot be sent") for strategy in ("tensor", "pipeline")),
+        (
+            "tensor",
+            {},
+            ["--parallel.tensor=3"],
+            "parallel.replicas x parallel.tensor is 1 x 3, which does not divide 2",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(

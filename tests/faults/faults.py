@@ -33,6 +33,7 @@ ALONE, MICROBATCHES = f"{SPLIT}[1-[]]", f"{SPLIT}[4-['--train.microbatches', '2'
 PIPELINES = f"{SPLIT}[4-['--parallel.replicas', '2', '--parallel.schedule', '1F1B']]"
 SHARDS = f"{SPLIT}[2-[]]"
 REPLICAS = f"{SPLIT}[4-['--train.microbatches', '2', '--parallel.replicas', '2']]"  # Of FSDP.
+GROUPS = f"{SPLIT}[4-['--parallel.replicas', '2', '--train.microbatches', '2']]"  # Of tensor parallelism.
 KILLED = "project/tests/test_resume.py::test_a_killed_run_that_lost_a_checkpoint_resumes_bitwise"
 STOPPED = "project/tests/test_resume.py::test_a_stopped_run_loses_no_step"
 OTHER = "project/tests/test_resume.py::test_another_experiment_is_refused_by_name"
@@ -74,7 +75,7 @@ FAULTS = {
         "tests/projects/test_own_tests.py::test_a_loss_of_ragged_weight_does_not_depend_on_the_split[ddp]",
     ),
     "the replicas of fsdp drift apart": Fault(
-        FSDP,
+        PARALLEL + "shared/micro_batches.py",
         "set_requires_all_reduce(number == self.microbatches)",
         "set_requires_all_reduce(number > self.microbatches)",
         REPLICAS,
@@ -108,17 +109,17 @@ FAULTS = {
         PIPELINES,
         UNDER_PIPELINE,
     ),
-    "tensor parallelism sums gradients over the ranks": Fault(
+    "the norm counts each replica of a group": Fault(
         TENSOR,
-        "vector /= dist.get_world_size(group)",
-        "vector /= 1",
-        SHARDS,
+        " / self.replicas**0.5",
+        "",
+        GROUPS,
         UNDER_TENSOR,
     ),
-    "the norm lacks the parameters that are not sharded": Fault(
+    "the norm lacks the parameters that plan.py leaves whole": Fault(
         TENSOR,
-        "norm = torch.stack([*norms, nn.utils.get_total_norm(whole)]).norm()",
-        "norm = torch.stack(norms).norm()",
+        "if self.is_first or is_split(g)",
+        "if is_split(g)",
         SHARDS,
         UNDER_TENSOR,
     ),
@@ -592,7 +593,7 @@ FAULTS = {
     ),
     "statistics of BatchNorm are summed over the ranks": Fault(
         PARALLEL + "shared/buffers.py",
-        "statistics /= self.dp_size",
+        "statistics /= dist.get_world_size(self.dp_group)",
         "pass",
         RUN_DIR + "test_statistics_of_batch_norm_are_averages_over_the_ranks",
     ),
@@ -666,7 +667,7 @@ FAULTS = {
 }
 # Planted in `make test-long` too.
 SAMPLE = [
-    "tensor parallelism sums gradients over the ranks",
+    "the norm counts each replica of a group",
     "the incomplete global batch is read",
     "two stages train copies of a shared weight",
     "a run resumes with another seed",

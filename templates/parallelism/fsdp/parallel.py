@@ -60,20 +60,13 @@ class Parallel:
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
-        microbatches = split_batch((inputs, targets), self.microbatches)
-        for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Each micro-batch scatters its gradients: to wait for the last would keep whole ones. Replicas average
-            # theirs once, after the last.
-            self.fsdp.set_requires_all_reduce(number == self.microbatches)
-            self.scaler.scale(mean_loss(self.module(inputs), targets)).backward()
-        if self.allow_unused:
-            self.compare_used()
+#:: filter indent(8, true) ::#
+#:: include "parallelism/shared/micro_batches.py" ::#
+#:: endfilter ::#
 
-    def compare_used(self) -> None:
-        """Reject parameters with a gradient on some ranks only: FSDP would have added those of others to it."""
-        used = self.process.all_gather({name for name, p in self.module.named_parameters() if p.grad is not None})
-        if names := set.union(*used) - set.intersection(*used):
-            raise UserError(f"only some ranks use {min(names)}; under this strategy, all have to, or none")
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/compare_used.py" ::#
+#:: endfilter ::#
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""

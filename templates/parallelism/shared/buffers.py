@@ -3,4 +3,4 @@ def average_buffers(self) -> None:
     for name, statistics in self.module.named_buffers():
         if name.endswith(("running_mean", "running_var")):
             dist.all_reduce(statistics, group=self.dp_group)
-            statistics /= self.dp_size
+            statistics /= dist.get_world_size(self.dp_group)

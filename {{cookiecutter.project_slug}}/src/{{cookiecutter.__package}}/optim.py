@@ -12,11 +12,11 @@ from .config import OptimConfig
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build a fused AdamW; matrices and kernels decay, biases and the weights of normalization layers do not."""
-    # A group holds parameters of one type, because one kernel cannot update sharded and whole tensors together.
+    # A group holds parameters of one mesh, because one kernel cannot update those of several.
     members: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
         if parameter.requires_grad:
-            members[parameter.dim() > 1, type(parameter)].append(parameter)
+            members[parameter.dim() > 1, getattr(parameter, "device_mesh", None)].append(parameter)
     groups = [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in members.items()]
     groups = groups or [{"params": []}]  # All may be frozen.
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
