@@ -164,6 +164,7 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
             ["--parallel.tensor=3"],
             "parallel.replicas x parallel.tensor is 1 x 3, which does not divide 2",
         ),
+        ("pipeline", {}, ["--parallel.replicas=3"], "parallel.pipeline x parallel.replicas is 1 x 3, which does not"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(

@@ -30,7 +30,7 @@ CHECKS = "check_answers.py"
 # Tests of a rendered project.
 SPLIT = "project/tests/test_split.py::test_a_split_gives_the_result_of_a_plain_loop"
 ALONE, MICROBATCHES = f"{SPLIT}[1-[]]", f"{SPLIT}[4-['--train.microbatches', '2']]"
-PIPELINES = f"{SPLIT}[4-['--parallel.replicas', '2', '--parallel.schedule', '1F1B']]"
+PIPELINES = f"{SPLIT}[4-['--parallel.pipeline', '2', '--parallel.schedule', '1F1B']]"
 SHARDS = f"{SPLIT}[2-[]]"
 REPLICAS = f"{SPLIT}[4-['--train.microbatches', '2', '--parallel.replicas', '2']]"  # Of FSDP.
 GROUPS = f"{SPLIT}[4-['--parallel.replicas', '2', '--train.microbatches', '2']]"  # Of tensor parallelism.
@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "each stage clips by its own norm": Fault(
         PIPELINE,
-        "dist.all_gather(norms, own, group=self.group)",
+        "dist.all_gather(norms, own)",
         "norms = [own]",
         PIPELINES,
         UNDER_PIPELINE,
@@ -202,9 +202,9 @@ FAULTS = {
         HOSTILE + "test_shared_weights_stay_shared_or_are_refused_by_name[fsdp]",
     ),
     "two stages train copies of a shared weight": Fault(
-        PARALLEL + "pipeline/stages.py",
-        "if places[other] != stage:",
-        "if places[other] > stage:",
+        PARALLEL + "shared/outline.py",
+        "users.setdefault(parameter, name)",
+        "name",
         HOSTILE + "test_shared_weights_stay_shared_or_are_refused_by_name[pipeline]",
     ),
     "a checkpoint has the BatchNorm statistics of rank 0": Fault(
@@ -333,7 +333,7 @@ FAULTS = {
         REPORTS + "test_metrics_become_plain_numbers_and_the_checkpoint_can_be_read",
     ),
     "a checkpoint has the first stage alone": Fault(
-        PIPELINE,
+        PARALLEL + "shared/stage_state.py",
         "whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]",
         "whole = [mine for mine, theirs in zip(whole, part, strict=True)]",
         PIPELINES,

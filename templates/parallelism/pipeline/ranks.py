@@ -1,1 +1,2 @@
-ranks, peaks = range(0, world_size, config.parallel.replicas), list[float]()  # Of one pipeline.
+ranks = range(0, world_size, config.parallel.dp_size(world_size))  # One of each position.
+peaks = list[float]()

@@ -85,11 +85,6 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         parallel = Parallel(config, process)
         samples = collate_fn([train_set[0]] * (config.data.global_batch_size // parallel.dp_size))
         batch = tree_map_only(Tensor, lambda part: torch.empty(part.shape, dtype=part.dtype), samples)
-        #:: if file("parallelism", "estimate.py") ::#
-        #:: filter indent(8, true) ::#
-        #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/estimate.py" ::#
-        #:: endfilter ::#
-        #:: endif ::#
         optimizer, parameters = build_optimizer(parallel.module, config.optim), [*parallel.module.parameters()]
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
