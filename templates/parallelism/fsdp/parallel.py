@@ -36,7 +36,7 @@ class Parallel:
         self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.train.precision == "fp16")
         layout, blocks, seen = config.parallel, list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
-        # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
+        # Blocks compute in it; shards stay in fp32, as do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.train.precision], reduce_dtype=torch.float32)
         shape = (layout.replicas, self.dp_size // layout.replicas)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))

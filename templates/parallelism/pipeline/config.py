@@ -8,10 +8,13 @@ class ParallelConfig:
     """Copies of the model, each sharded over an equal number of ranks: several machines may each hold one."""
     schedule: Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"] = "1F1B"
     """Order of a rank's forwards and backwards; the schedules are those of torch.distributed.pipelining."""
-    stages_per_rank: int = 1
-    """Stages on each rank: 1 for GPipe and 1F1B, more for LoopedBFS and Interleaved1F1B."""
 
     gloo_on_accelerators = False  # It cannot send their tensors.
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Return the number of stages on each rank: two halve the time that ranks wait."""
+        return 1 if self.schedule in ("GPipe", "1F1B") else 2
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one per pipeline."""
@@ -24,8 +27,6 @@ class ParallelConfig:
             product = f"parallel.pipeline x parallel.replicas is {max(1, self.pipeline)} x {self.replicas}"
             raise UserError(f"{product}, which does not divide {world_size} rank(s)")
         ranks = world_size // self.dp_size(world_size)
-        if self.stages_per_rank > 1 and name in ("GPipe", "1F1B"):
-            raise UserError(f"parallel.stages_per_rank is {self.stages_per_rank}; {name} has one stage per rank")
         rest = train.microbatches % max(1, train.microbatches // ranks) if name == "Interleaved1F1B" else 0
         if rest or (name == "1F1B" and train.microbatches < ranks):
             raise UserError(f"train.microbatches is {train.microbatches}; {name} takes any multiple of {ranks}")

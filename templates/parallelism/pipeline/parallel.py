@@ -1,7 +1,7 @@
 """Pipeline parallelism: every rank holds some blocks of the model, and micro-batches pass from rank to rank.
 
-Several pipelines read local batches. Ranks with the same stages shard these by FSDP2: they gather the weights when a
-step begins, and average and scatter the gradients when its last micro-batch is done.
+Ranks of several pipelines with the same stages shard these by FSDP2: they gather weights when a step
+begins, and scatter gradients when it ends.
 """
 
 import re
@@ -42,7 +42,7 @@ class Parallel:
         shape = (process.world_size // self.dp_size, replicas, self.dp_size // replicas)
         self.mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", "replicate", "shard"))
         self.group, (self.dp_group, _) = self.mesh.get_group("pipeline"), dist.new_subgroups(self.dp_size)
-        self.owners = [*range(shape[0])] * self.config.stages_per_rank  # By stage.
+        self.owners = [*range(shape[0])] * self.config.stages_per_rank
         self.last = len(self.owners) - 1
         self.module, self.stages = nn.Sequential(), dict[int, Stage]()
         self.build_stages(config)
@@ -51,7 +51,7 @@ class Parallel:
     def build_stages(self, config: Config) -> None:
         """Build the model block by block, and keep this rank's blocks."""
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
+        # Blocks compute in it; shards stay in fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self.outline = Outline(config.model, len(self.owners), dtype)
         seed_everything(config.run.seed)  # The outline may draw too.
@@ -71,7 +71,7 @@ class Parallel:
                 self.module.add_module(name, block)
                 self.stages.setdefault(stage, Stage(nn.Sequential(), stage == self.last)).blocks.append(block)
         for each in self.stages.values():
-            shard(each)  # So a schedule synchronizes its blocks.
+            shard(each)  # For the schedule.
 
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
@@ -87,7 +87,7 @@ class Parallel:
         self.schedule.step(*[ids] * (first is not None), target=ids if self.last in self.stages else None)
 
     def build_schedule(self, forms: dict[int, Tensor]) -> None:
-        """Build the schedule for micro-batches of which stages send each other such tensors."""
+        """Build the schedule for tensors between stages of these forms."""
         build = partial(PipelineStage, num_stages=len(self.owners), device=self.device, group=self.group)
         stages = [build(s, i, input_args=forms[i], output_args=forms[i + 1]) for i, s in self.stages.items()]
         kind: Any = get_schedule_class(self.config.schedule)

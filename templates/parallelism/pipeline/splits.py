@@ -3,7 +3,7 @@ SPLITS: list[tuple[int, list[str]]] = [
     (1, ["--parallel.schedule", "GPipe"]),
     (2, ["--data.num_workers", "2"]),
     (4, [*LAYOUT, "1F1B"]),
-    (4, [*LAYOUT, "Interleaved1F1B", "--parallel.stages_per_rank", "2", "--parallel.replicas", "2"]),
+    (4, [*LAYOUT, "Interleaved1F1B", "--parallel.replicas", "2"]),
 ]
 RANKS = 2
 EVALUATES_ON = [1, 2, 3]

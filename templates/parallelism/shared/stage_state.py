@@ -5,7 +5,7 @@ def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
 
     def gather(part: Tensor) -> Tensor | None:
         whole = part.full_tensor() if isinstance(part, DTensor) else part
-        return whole.cpu() if rank % size == 0 else None  # Of each stage, one rank has it.
+        return whole.cpu() if rank % size == 0 else None
 
     whole: list[Any] = tree_map_only(Tensor, gather, [model, optim["state"]])
     for source in range(size, self.process.world_size, size):

@@ -42,15 +42,18 @@ class Parallel:
     """The model with sharded layers. The loop uses only what all strategies have."""
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.process, self.device, kind = process, process.device, process.device.type
-        layout, blocks, seen = config.parallel, list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
-        self.dp_size, self.replicas = layout.dp_size(process.world_size), layout.replicas
+        self.process, self.device = process, process.device
+        layout, kind = config.parallel, self.device.type
+        blocks, seen = list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
+        self.dp_size = layout.dp_size(process.world_size)
+        self.replicas = layout.replicas
         shape = (self.replicas, self.dp_size // self.replicas, process.world_size // self.dp_size)
         self.dp_rank, rank_in_group = divmod(process.rank, shape[-1])
-        self.dp_group, self.is_first = dist.group.WORLD, rank_in_group == 0
+        self.is_first = rank_in_group == 0
+        self.dp_group = dist.group.WORLD
         self.scaler = torch.amp.GradScaler(kind, enabled=False)
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        # Blocks compute in this precision; shards stay in fp32, and gradients are averaged in it.
+        # Blocks compute in it; shards stay in fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard", "tensor"))
         data = mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
@@ -68,7 +71,8 @@ class Parallel:
             refuse_shared(block, seen)
         if not any(is_split(p) for p in self.module.parameters()):
             raise UserError("plan.py shards no layer, so its ranks would compute the same")
-        self.fsdp, self.head = shard(self.module), cast(FSDPModule, blocks[-1])
+        self.fsdp = shard(self.module)
+        self.head = cast(FSDPModule, blocks[-1])
         self.head.set_reshard_after_forward(False)  # Backward starts with it.
         self.microbatches, self.allow_unused = config.train.microbatches, config.train.allow_unused
 
@@ -100,8 +104,9 @@ class Parallel:
         norms = [torch.empty_like(own, device=self.device) for _ in range(dist.get_world_size())]
         dist.all_gather(norms, own.to(self.device))  # Summed in one order on all.
         norm = torch.stack(norms).norm() / self.replicas**0.5
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)
         for gradient in gradients:
-            gradient.to_local().mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+            gradient.to_local().mul_(scale)
         return norm
 
 #:: filter indent(4, true) ::#
