@@ -59,13 +59,15 @@ def test_an_exported_model_predicts_with_its_own_settings(bake: Bake) -> None:
     (export,), (lines,) = (re.findall(rf"^```{kind}\n(.*?)^```$", PREDICT, re.M | re.S) for kind in ("sh", "py"))
     assert len(lines.splitlines()) <= 10
     words = "--train.max_steps 60 --model.width 8 --model.depth 1 --distributed.device cpu".split()
-    launch(project, "train", *words)  # No default of ModelConfig or of configs/default.yaml.
+    launch(project, "train", *words, nproc=1)  # No default of ModelConfig or of configs/default.yaml.
     run("bash", "-ec", export, cwd=project)
     arrays = np.load(project / "src" / "my_experiment" / "digits.npz")
     (images,) = re.findall("^images = .*\n", lines, re.M)
     lines = lines.replace(images, 'images = torch.load("images.pt")\n')
     torch.save(torch.from_numpy(arrays["test_images"]).float()[:, None] / 16, project / "images.pt")
     predictions = np.array(json.loads(run_python(project, lines)))
-    evaluated = launch(project, "evaluate", "--checkpoint", "runs/default", "--distributed.device", "cpu").stdout
+    evaluated = launch(
+        project, "evaluate", "--checkpoint", "runs/default", "--distributed.device", "cpu", nproc=1
+    ).stdout
     accuracy = json.loads(evaluated.splitlines()[-1])["accuracy"]
     assert (predictions == arrays["test_labels"]).mean() == pytest.approx(accuracy) and accuracy > 0.2
