@@ -33,7 +33,7 @@ TRACES: dict[tuple[str, object], str] = {
     ("license", "Proprietary"): r"proprietary|confidential",
 }
 # Pairs (choice, other) where a project may name the other one, because it builds on it or explains the difference.
-ALLOWED = {("model_parallel", "ddp"), ("data_parallel", "ddp")}
+ALLOWED = {("model_parallel", "ddp"), ("data_parallel", "ddp"), ("pipeline", "fsdp"), ("tensor", "fsdp")}
 # Files that are the same under all choices of a question, and serve each of them.
 COMMON = {
     (".gitignore", "cluster"),

@@ -15,8 +15,8 @@ nproc="${NPROC:-{{ fact("nproc") or fact("ranks") or "$((gpus ? gpus : 2))" }}}"
 WORLD_SIZE=$((nodes * nproc)) "$python" -m {{ cookiecutter.__package }} --preflight "$@"
 
 ulimit -Sn hard || true # N ranks open N files each, and more.
-# One thread for each rank, as under torchrun: for small models on CPUs, more are slower. glibc keeps freed memory:
-# new pages would take up to a tenth of a step.
+# One thread for each rank: for small models on CPUs, more are slower. glibc keeps freed memory: new pages would take
+# up to a tenth of a step.
 export LAUNCHER_PID=$$ OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
 export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-268435456}"
