@@ -34,7 +34,8 @@ WRONG: dict[str, tuple[str, str, dict[str, str], str]] = {  # Script, file, {rig
 
 def adopt(project: Path, name: str) -> None:
     """Edit a project as a script requires, and add the check."""
-    run("bash", "-c", f"patch -p1 --fuzz=0 < {ADOPT / name}.diff", cwd=project)
+    out = run("bash", "-c", f"patch -p1 --fuzz=0 < {ADOPT / name}.diff", cwd=project).stdout
+    assert "src/my_experiment/optim.py" in out
     (project / "tests" / "test_adopted.py").write_text((ADOPT / "test_adopted.py").read_text())
 
 

@@ -131,7 +131,7 @@ def test_a_compiled_run_matches_a_plain_loop(bake: Bake, tmp_path: Path, paralle
 # Settings of strategies that no other test here has.
 RARE = {
     "fsdp": {"parallel.reshard_after_forward": "false"},
-    "pipeline": {"parallel.schedule": "LoopedBFS", "parallel.stages_per_rank": 2},
+    "pipeline": {"parallel.schedule": "LoopedBFS"},
 }
 
 # Writes whether blocks free their weights after forward, which changes no number.
