@@ -155,7 +155,7 @@ def test_a_run_that_changes_its_strategy_matches_a_plain_loop(bake: Bake, tmp_pa
     for number, parallelism in enumerate(strategies, start=1):
         project = bake(str(number), parallelism=parallelism, task=task)
         words = arguments(task, **{"train.max_steps": STEPS * number // len(strategies)}, **RARE.get(parallelism, {}))
-        launch(project, "train", *words, "--run.dir", folder, PYTHONPATH=str(tmp_path))
+        launch(project, "train", *words, "--run.dir", folder, PYTHONPATH=str(tmp_path) if parallelism == "fsdp" else "")
     assert_matches(folder, expected(project, task))
     assert {*spy.with_suffix(".txt").read_text().split()} == {"False"}
 
