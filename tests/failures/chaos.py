@@ -1,4 +1,4 @@
-"""Kills runs at random and starts them again, or counts clean exits: python tests/failures/chaos.py --kills 100.
+"""Kills runs at random and starts them again, or counts clean exits: chaos.py --kills 100 --workers 1.
 
 Every killed run has to end with bitwise the same weights, losses and metrics as one that was left alone.
 """
@@ -67,9 +67,9 @@ def wait(launcher: subprocess.Popen[bytes], records: Path) -> None:
     time.sleep(random.uniform(0, 0.05))
 
 
-def kill(project: Path, folder: Path, nproc: int, kills: int, *words: str) -> tuple[int, int]:
-    """Kill a run some times until it ends; returns how often, and how often the result was wrong."""
-    whole, run, done = folder / "whole", folder / "killed", 0
+def kill(project: Path, folder: Path, nproc: int, kills: int, *words: str) -> tuple[int, int, float]:
+    """Kill a run some times until it ends; returns how often, how often wrongly, and the longest end in seconds."""
+    whole, run, done, longest = folder / "whole", folder / "killed", 0, 0.0
     if not whole.exists():
         assert start(project, whole, nproc, *words).wait() == 0
     while True:
@@ -82,21 +82,24 @@ def kill(project: Path, folder: Path, nproc: int, kills: int, *words: str) -> tu
                 done += 1
                 for pid in targets:
                     os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
         code = launcher.wait(timeout=180)
         if code == 0:
             break
         assert done, run.with_suffix(".log").read_text()
         while any(Path(f"/proc/{pid}").exists() for pid in members):
             time.sleep(0.1)
+        longest = max(longest, time.monotonic() - killed)
     (weights, records), (expected, theirs) = result(run), result(whole)
     wrong = records != theirs or any(not torch.equal(weights[name], expected[name]) for name in expected)
-    return done, int(wrong)
+    return done, int(wrong), longest
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--exits", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=0, help="loader processes of each rank")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
@@ -112,11 +115,13 @@ def main() -> None:
             if not project.exists():
                 cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(project.parent))
             folder.mkdir()
-            nproc, words = (4 if number % 3 == 2 else 2), ("--train.microbatches", "4") * (strategy == "pipeline")
+            nproc, words = (4 if number % 3 == 2 else 2), ["--data.num_workers", str(options.workers)]
+            words += ["--train.microbatches", "4"] * (strategy == "pipeline")
             if done < options.kills:
-                killed, wrong = kill(project, folder, nproc, 8, *words)
+                killed, wrong, longest = kill(project, folder, nproc, 8, *words)
                 done += killed
-                print(f"{strategy} {launcher} {nproc} ranks: {killed} kills, {wrong} wrong; {done} in all", flush=True)
+                text = f"{killed} kills, {wrong} wrong, the longest end {longest:.1f} s; {done} in all"
+                print(f"{strategy} {launcher} {nproc} ranks: {text}", flush=True)
             for _ in range(min(10, options.exits - exits)):
                 run = folder / f"exit{exits}"
                 code = start(project, run, nproc, *words, "--train.max_steps", "2").wait()
