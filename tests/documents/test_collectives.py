@@ -1,11 +1,12 @@
-"""docs/collectives.md: its program prints what the page shows, and a rank that does not come costs the others."""
+"""docs/collectives.md, docs/fsdp.md: programs print what is shown; a rank that does not come costs the others."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from conftest import BIN, TEMPLATE, blocks, run
+import pytest
+from conftest import BIN, TEMPLATE, Bake, blocks, run
 
 PAGE = TEMPLATE / "docs" / "collectives.md"
 
@@ -21,3 +22,19 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     result = run("bash", "-ec", command, cwd=tmp_path, code=1)
     assert re.findall(r"^rank \d goes on$", result.stdout, re.MULTILINE) == ["rank 2 goes on"]
     assert result.stderr.count("RuntimeError: ") >= 1
+
+
+@pytest.mark.weekly
+def test_sharded_loops_have_the_shapes_and_the_losses_of_the_page(bake: Bake) -> None:
+    project, page = bake(), TEMPLATE / "docs" / "fsdp.md"
+    (project / ".venv").symlink_to(BIN.parent)
+    (program,), commands, texts = (blocks(page, kind) for kind in ("python", "bash", "text"))
+    (project / "sharded.py").write_text(program)
+    assert len(program.splitlines()) <= 60
+    for command, text in zip(commands, texts, strict=True):
+        printed = run("bash", "-ec", command, cwd=project).stdout
+        assert all(line in printed for line in re.findall("^rank . holds .*|^.* are right", text, re.MULTILINE))
+        for where, loss in re.findall("^(rank .*, loss )(.*)$", text, re.MULTILINE):
+            assert float(printed.split(where)[1][:5]) == pytest.approx(float(loss), abs=0.01)
+    again = run("bash", "-ec", commands[0].split("\n", 1)[1], cwd=project).stdout
+    assert "epoch" not in again and "351 of 360 are right" in again
