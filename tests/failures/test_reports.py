@@ -635,8 +635,8 @@ def test_ranks_meet_where_init_method_says(bake: Bake, tmp_path: Path) -> None:
 
 def test_a_notebook_starts_ranks_and_keeps_its_signals(bake: Bake) -> None:
     words = [*SMALL, "--run.dir", "run"]
-    script = f"import signal\nfrom my_experiment.spawn import launch\nprint(launch({words}, nproc=2))\n"
-    script += "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    script = "import signal\nfrom my_experiment.spawn import launch\nbefore = signal.getsignal(signal.SIGINT)\n"
+    script += f"print(launch({words}, nproc=2))\nprint(signal.getsignal(signal.SIGINT) is before)"
     out = run_python(bake(launcher="spawn"), script)
     assert "on 2 rank(s)" in out and out.endswith("\n0\nTrue\n"), out
 

@@ -29,11 +29,11 @@ CHECKS = "check_answers.py"
 
 # Tests of a rendered project.
 SPLIT = "project/tests/test_split.py::test_a_split_gives_the_result_of_a_plain_loop"
-ALONE, MICROBATCHES = f"{SPLIT}[1-[]]", f"{SPLIT}[4-['--train.microbatches', '2']]"
-PIPELINES = f"{SPLIT}[4-['--parallel.pipeline', '2', '--parallel.schedule', '1F1B']]"
-SHARDS = f"{SPLIT}[2-[]]"
-REPLICAS = f"{SPLIT}[4-['--train.microbatches', '2', '--parallel.replicas', '2']]"  # Of FSDP.
-GROUPS = f"{SPLIT}[4-['--parallel.replicas', '2', '--train.microbatches', '2']]"  # Of tensor parallelism.
+ALONE, MICROBATCHES = f"{SPLIT}[1-[]-[]]", f"{SPLIT}[4-['--train.microbatches', '2']-[]]"
+PIPELINES = f"{SPLIT}[4-['--parallel.pipeline', '2', '--parallel.schedule', '1F1B']-[]]"
+SHARDS = f"{SPLIT}[2-[]-[]]"
+REPLICAS = f"{SPLIT}[4-['--train.microbatches', '2', '--parallel.replicas', '2']-[]]"  # Of FSDP.
+GROUPS = f"{SPLIT}[4-['--parallel.replicas', '2', '--train.microbatches', '2']-[]]"  # Of tensor parallelism.
 KILLED = "project/tests/test_resume.py::test_a_killed_run_that_lost_a_checkpoint_resumes_bitwise"
 STOPPED = "project/tests/test_resume.py::test_a_stopped_run_loses_no_step"
 OTHER = "project/tests/test_resume.py::test_another_experiment_is_refused_by_name"
@@ -99,7 +99,7 @@ FAULTS = {
         PIPELINE,
         "scale_grads=False",
         "scale_grads=True",
-        f"{SPLIT}[1-['--parallel.schedule', 'GPipe']]",
+        f"{SPLIT}[1-['--parallel.schedule', 'GPipe']-[]]",
         UNDER_PIPELINE,
     ),
     "each stage clips by its own norm": Fault(
@@ -179,7 +179,7 @@ FAULTS = {
         SRC + "loader.py",
         "        seed_everything(derive_seed(self.seed, *key))",
         "        if parent_process() is None:\n            seed_everything(derive_seed(self.seed, *key))",
-        f"{SPLIT}[2-['--data.num_workers', '2']]",
+        f"{SPLIT}[2-['--data.num_workers', '2']-[]]",
     ),
     "shards of one activation have different dropout": Fault(
         SRC + "train.py",

@@ -166,12 +166,13 @@ class StopSignal:
 
 def fail(error: Exception, process: Process) -> NoReturn:
     """End this process. The first rank that fails prints why; if all waited, rank 0 prints which ranks are silent."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     try:
         time.sleep(0.2 + 0.5 * (process.rank > 0))  # Rank 0 is the one to print what all ranks find.
     except RuntimeError as named:  # A loader process died, and its broken connection was found first.
         error = named
-    for number in (*STOP_SIGNALS, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if re.search(CLEAR, str(error)):
         error = UserError(str(error).replace("you set", "train.exact sets"))
     waited = isinstance(error, dist.DistError) or bool(re.match(GLOO, str(error.__cause__ or error)))
@@ -190,19 +191,18 @@ def fail(error: Exception, process: Process) -> NoReturn:
 
 def find_reason(text: str, waited: bool, process: Process) -> tuple[str, bool]:
     """Return why the run ends, and whether this rank prints it; a rank that waited leaves, so that others notice."""
-    store, me, ranks = process.store, str(process.rank), {*range(process.world_size)}
+    store, me, every = process.store, str(process.rank), {*range(process.world_size)}
     if not waited:
         first = store.compare_set("failure", "", own := f"rank {me} failed with {text}").decode()
         return first, first == own or "failed with" not in first
     store.set(f"waited{me}", "")
     # If waits timed out, one rank looks for silent ones; if a connection was closed, the launcher names the rank.
-    silent = ranks if re.search("imed? ?out", text) and store.compare_set("searches", "", me).decode() == me else set()
+    silent = every if re.search("imed? ?out", text) and store.compare_set("searches", "", me).decode() == me else set()
     deadline = time.monotonic() + (REPORT_SECONDS if silent else REPORT_SECONDS + 1 if process.rank == 0 else 0)
     while time.monotonic() < deadline and not store.check(["failure"]):
         time.sleep(0.1)
         silent = {rank for rank in silent if not store.check([f"waited{rank}"])}
-    if silent:
-        found = f"no report from rank(s) {str(sorted(silent))[1:-1]}, which died, hang or are late ({text[:200]})"
-        store.compare_set("failure", "", found)
+    if ranks := str(sorted(silent))[1:-1]:
+        store.compare_set("failure", "", f"no report from rank(s) {ranks}, which died, hang or are late ({text[:200]})")
     reason = store.get("failure").decode() if store.check(["failure"]) else f"a rank died or left ({text[:200]})"
     return reason, process.rank == 0 or 0 in silent
