@@ -49,7 +49,7 @@ class Parallel:
         self.schedule = self.forms = cast(Any, None)
 
     def build_stages(self, config: Config) -> None:
-        """Build the model block by block, and keep this rank's blocks."""
+        """Build the model, and keep this rank's blocks."""
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         # Blocks compute in it; shards stay in fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -87,7 +87,7 @@ class Parallel:
         self.schedule.step(*[ids] * (first is not None), target=ids if self.last in self.stages else None)
 
     def build_schedule(self, forms: dict[int, Tensor]) -> None:
-        """Build the schedule for tensors between stages of these forms."""
+        """Build the schedule for tensors of these forms."""
         build = partial(PipelineStage, num_stages=len(self.owners), device=self.device, group=self.group)
         stages = [build(s, i, input_args=forms[i], output_args=forms[i + 1]) for i, s in self.stages.items()]
         kind: Any = get_schedule_class(self.config.schedule)
