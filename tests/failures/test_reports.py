@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -122,9 +123,11 @@ def test_mistakes_in_settings_are_named_before_pytorch_is_imported(bake: Bake) -
         assert err.startswith("error: ") and err.count("\n") == 1 and named in err, (content, words, err)
 
 
-def test_a_run_dir_that_cannot_be_written_is_refused_but_where_nothing_is_written(bake: Bake) -> None:
+def test_what_this_machine_cannot_do_is_refused(bake: Bake) -> None:
     project = bake()
     assert "run.dir is README.md/run, but " in refuse(project, BELOW_A_FILE)
+    err = launch(project, "train", "--distributed.backend=nccl", "--distributed.device=cpu", code=2).stderr
+    assert re.match("error: .*(have NCCL|no GPUs)", err) and "Traceback" not in err, err
     (package,) = (project / "src").iterdir()
     command = [BIN / "python", "-m", package.name, "--preflight"]
     run(*command, "train", BELOW_A_FILE, cwd=project, PYTHONPATH="src", NODE_RANK="1")
