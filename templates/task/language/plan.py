@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from .model import Block, Head
+from .model import Block, Embedding, Head
 
 
 def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
@@ -13,6 +13,9 @@ def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     Between the layers of a pair, column-wise then row-wise, a rank has its part of the features as a plain tensor:
     code there must not depend on their number, and parameters there must be sharded too.
     """
+    if isinstance(block, Embedding):
+        # Each rank looks up some tokens; a sum over the ranks gives them all.
+        return {"byte": RowwiseParallel(input_layouts=Replicate())}
     if isinstance(block, Block):
         # Each rank computes some heads and some hidden features. The rows of qkv are ordered by head, so that a shard
         # of them is whole heads. The shortcuts add sums over the ranks.
