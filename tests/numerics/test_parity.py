@@ -86,7 +86,7 @@ CASES = [
     if parallelism not in refused(task)
     for nproc in ranks(parallelism)
 ]
-COMPILED = ("model_parallel", "pipeline", "tensor")  # Only weekly; data_parallel refuses to compile.
+REWRITTEN = ("model_parallel", "pipeline", "tensor")  # Only weekly; data_parallel refuses it.
 ORACLES: dict[str, oracle.Result] = {}
 
 
@@ -119,11 +119,16 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", *(pytest.param(n, marks=pytest.mark.weekly) for n in COMPILED)])
+@pytest.mark.parametrize(
+    "parallelism", ["ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.weekly) for name in REWRITTEN)]
+)
 @pytest.mark.parametrize("task", TASKS)
-def test_a_compiled_run_matches_a_plain_loop(bake: Bake, tmp_path: Path, parallelism: str, task: str) -> None:
+@pytest.mark.parametrize("setting", ["train.compile", "train.activation_checkpointing"])
+def test_a_compiled_or_recomputed_run_matches_a_plain_loop(
+    bake: Bake, tmp_path: Path, parallelism: str, task: str, setting: str
+) -> None:
     project = bake(parallelism=parallelism, task=task)
-    words = arguments(task, **{"train.compile": "true"})
+    words = arguments(task, **{setting: "true"})
     launch(project, "train", *words, "--run.dir", tmp_path / "run")
     assert_matches(tmp_path / "run", expected(project, task))
 
