@@ -38,7 +38,7 @@ STOPS = {
 
 @pytest.mark.parametrize("nproc", sorted({RANKS, MORE_RANKS}))
 def test_a_killed_run_that_lost_a_checkpoint_resumes_bitwise(
-    trained: Callable[..., Path], tmp_path: Path, nproc: int
+    trained: Callable[..., Path], tmp_path: Path, record_property: Callable[[str, object], None], nproc: int
 ) -> None:
     code, _, err = end_at(14, tmp_path, kill_last_rank, nproc=nproc)
     assert code == 1 and "SIGKILL" in err.splitlines()[-1] and "Traceback" not in err, err
@@ -51,6 +51,7 @@ def test_a_killed_run_that_lost_a_checkpoint_resumes_bitwise(
     assert f"{newest.name} is not a readable checkpoint" in err
     assert f"step {int(before.stem[5:])} of {STEPS}" in out
     assert_same(tmp_path, trained(nproc))
+    record_property("weights", "bitwise equal")
 
 
 @pytest.mark.parametrize("name", STOPS)
