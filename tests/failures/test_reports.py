@@ -77,6 +77,15 @@ def test_a_failure_of_many_ranks_is_short(bake: Bake, fault: str) -> None:
     assert 0 < requests <= 40 * 8 and most["descriptors"] < 64 + 8
 
 
+def test_a_rank_that_hangs_is_named_by_all_groups_of_a_mesh(bake: Bake) -> None:
+    project, zeroed = bake(parallelism="fsdp"), ("train.py", "        self.optimizer.zero_grad()\n")
+    hangs = "        if self.steps == 2 and self.process.rank == 3:\n            time.sleep(1e6)\n"
+    edit(project, add(zeroed, hangs))
+    words = ("--parallel.replicas", "2", "--distributed.timeout_seconds", "8")
+    err = launch(project, *SMALL, *words, nproc=4, code=1, STOP_SECONDS="3").stderr
+    assert "no report from rank(s) 3" in err, err
+
+
 def refuse(project: Path, *words: str) -> str:
     """Train with a mistake, which is refused in one line; returns it. One of rank 1 alone is repeated by rank 0."""
     result = launch(project, *SMALL, "--run.dir", "run", *words, code=2)

@@ -106,7 +106,7 @@ def evaluate(project: Path, nproc: int, words: list[str]) -> str:
 def hang(project: Path) -> str:
     """Return whether a rank that hangs is named, and in how many lines."""
     edit(project, {("train.py", "        self.optimizer.zero_grad()\n"): HANGS})
-    words = ["train", *LONG.split(), "--distributed.device", DEVICE, "--distributed.timeout_seconds", "10"]
+    words = ["train", *LONG.split(), "--distributed.device", DEVICE, "--distributed.timeout_seconds", "30"]
     with started(project / "scripts" / "launch.sh", *words, cwd=project, NPROC=str(RANKS)) as launcher:
         lines = [line for line in launcher.communicate(timeout=200)[1].splitlines() if line.startswith("error: ")]
     named = [line for line in lines if "no report from rank(s) 1" in line]

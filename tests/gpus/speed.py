@@ -82,19 +82,20 @@ from my_experiment.train import Trainer
 _, config, _ = parse(sys.argv[1:])
 process = rendezvous(config)
 setup(config, process)
-trainer, save = Trainer(config, process), Trainer.save
+trainer = Trainer(config, process)
+save = trainer.checkpointer.save
 
 
-def timed(trainer):
+def timed(progress):
     if process.device.type != "cpu":
         import torch
         torch.accelerator.synchronize()
     start = time.perf_counter()
-    save(trainer)
+    save(progress)
     print("blocked", time.perf_counter() - start)
 
 
-Trainer.save = timed
+trainer.checkpointer.save = timed
 trainer.run()
 cleanup(process)
 """

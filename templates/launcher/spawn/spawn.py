@@ -28,8 +28,8 @@ def launch(argv: list[str], nproc: int) -> int:
     environment = {"WORLD_SIZE": str(nodes * nproc), "MASTER_ADDR": host, "MASTER_PORT": str(store.port)}
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # Rank 0 opens no store; this one remains if it fails.
     os.environ.setdefault("PYTHONHASHSEED", "0")  # Ranks see sets in the same order.
-    # Hide what a failed rank leaves to be cleaned up, and PyTorch's hint on pickling, which loader.py gives.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error")
+    # Hide what a failed rank leaves, PyTorch's hint on pickling, which loader.py gives, and one against train.exact.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error,ignore:TensorFloat32")
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
     context, first = mp.get_context("spawn"), node_rank * nproc

@@ -13,8 +13,8 @@ from torch.distributed.run import parse_args, run
 
 logging.disable()
 os.environ.setdefault("PYTHONHASHSEED", "0")  # Ranks see sets in the same order.
-# Hide what a failed rank leaves to be cleaned up, and PyTorch's hint on pickling, which loader.py gives.
-os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error")
+# Hide what a failed rank leaves, PyTorch's hint on pickling, which loader.py gives, and one against train.exact.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error,ignore:TensorFloat32")
 with tempfile.TemporaryDirectory() as folder:
     try:
         run(parse_args([f"--log-dir={folder}", *sys.argv[1:]]))

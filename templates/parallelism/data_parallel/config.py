@@ -4,6 +4,13 @@ class ParallelConfig:
 
     gloo_on_accelerators = True  # One rank sends nothing.
 
+    @property
+    def devices(self) -> int:
+        """Return how many accelerators the process uses: all."""
+        from torch.accelerator import device_count  # Not before the settings are checked.
+
+        return device_count()
+
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one, which the process reads."""
         return 1

@@ -33,7 +33,8 @@ class Parallel:
         self.autocast = partial(torch.autocast, kind, dtype, enabled=precision != "fp32")
         self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
         self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
-        self.copies = nn.DataParallel(Autocast(self.module, self.autocast))
+        whole = Autocast(self.module, self.autocast)
+        self.copies = nn.DataParallel(whole) if kind != "cpu" else whole  # It would take the machine's devices.
 
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#

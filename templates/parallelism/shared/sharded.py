@@ -88,7 +88,7 @@ class Checkpointer(checkpoint.Checkpointer):
         unfinished = final.with_suffix(".dcp.tmp")
         self.process.on_main(partial(shutil.rmtree, unfinished, ignore_errors=True))  # Of an earlier start.
         if self.stager is None or torch.__version__ < "2.13":  # There, a stager is used once.
-            accelerated = self.process.device.type != "cpu"  # Then parts are copied to pinned memory.
+            accelerated = self.process.device.type == "cuda"  # Then parts are copied to pinned memory.
             self.stager = DefaultStager(StagingOptions(accelerated, False, False, accelerated))
         content = self.stager.stage(local_state(self.parallel.module, self.optimizer))
         self.pending = self.writer.submit(self.write_shards, content, header, unfinished, final)
@@ -96,8 +96,8 @@ class Checkpointer(checkpoint.Checkpointer):
     def write_shards(self, content: Any, header: str, unfinished: Path, final: Path) -> None:
         """Write this rank's part; the folder gets its name when all is written."""
         try:
-            with torch.accelerator.device_index(self.process.device.index):  # Else it opens a context on the first one.
-                dcp.save(content, checkpoint_id=unfinished, process_group=self.group)
+            writer = dcp.FileSystemWriter(unfinished, per_thread_copy_ahead=0)  # Else it would wait for the device.
+            dcp.save(content, storage_writer=writer, process_group=self.group)
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"{final} was not written; disk full? {str(error).splitlines()[-1]}") from None
         if self.process.rank == 0:

@@ -40,7 +40,6 @@ class Process:
     world_size: int
     device: torch.device = CPU
     cpu_group: Any = None  # All ranks, for messages that do not wait for the device.
-    timeout: timedelta | None = None  # Of messages that may wait for the device.
     calls: int = 0  # Of on_main, the same number on all ranks.
 
     def on_main(self, action: Callable[[], Any]) -> Any:
@@ -92,8 +91,9 @@ def setup(config: Config, process: Process) -> None:
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (it has no type)
     # NCCL ends a process that waits too long; before that, the process has to find out, by gloo, for which rank.
     timeout, is_gloo = timedelta(seconds=config.distributed.timeout_seconds), backend == "gloo"
-    process.timeout = timeout if is_gloo else 2 * timeout
-    dist.init_process_group(backend, None, process.timeout, process.world_size, process.rank, process.store)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # Of all groups, those of a DeviceMesh too.
+        setattr(dist.distributed_c10d, name, timeout if is_gloo else 2 * timeout)
+    dist.init_process_group(backend, None, None, process.world_size, process.rank, process.store)
     process.cpu_group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo", timeout=timeout)
 
 
