@@ -1,6 +1,6 @@
 """What N processes send to add up K bytes, and what waiting for a slow one costs.
 
-torchrun --nproc-per-node 8 docs/costs.py costs.svg
+torchrun --standalone --nproc-per-node 8 docs/costs.py costs.svg
 """
 
 import sys
