@@ -11,7 +11,7 @@ from support import ROOT, TOLERANCE, launch, read_records
 
 WITNESS, STEPS = ROOT / "witness", 20
 CAUSE = TOLERANCE / 10  # Rounding alone stays below; what has another cause rises above, and then grows.
-SPLIT = "on 2 ranks alone: the result depends on the split; pytest tests/test_experiment.py names in words on what"
+SPLIT = "on 2 ranks alone: the result depends on the split; .venv/bin/pytest tests/test_experiment.py says on what"
 JUMP = 30 * TOLERANCE  # Another batch differs by more at once; another optimizer by less, before it grows.
 
 

@@ -54,7 +54,8 @@ def edited(bake: Bake) -> Callable[..., Path]:
 
 def words(name: str) -> list[str]:
     """Return the page's command that trains."""
-    return shlex.split(re.findall(r"^scripts/launch.sh (train.*)", *blocks(PAGES[name], "bash"), re.MULTILINE)[0])
+    command = re.findall(r"^scripts/launch.sh (train.*)", *blocks(PAGES[name], "bash"), re.MULTILINE)[0]
+    return shlex.split(command, comments=True)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
