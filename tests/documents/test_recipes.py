@@ -46,7 +46,7 @@ def edited(bake: Bake) -> Callable[..., Path]:
         (project / ".venv").symlink_to(BIN.parent)
         run("bash", "-c", f"patch -p1 --fuzz=0 < {PAGES[name]}", cwd=project)
         (commands,) = blocks(PAGES[name], "bash")
-        run("bash", "-ec", commands.split("scripts/launch.sh")[0], cwd=project)
+        run("bash", "-ec", re.split(r"^scripts/launch.sh", commands, flags=re.MULTILINE)[0], cwd=project)
         return project
 
     return apply
