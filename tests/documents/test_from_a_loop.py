@@ -1,4 +1,4 @@
-"""docs/from-a-loop.md: its diffs apply one after the other, and each loop prints what the page shows."""
+"""docs/from-a-loop.md, finish-the-loop.md, loop-on-gpus.md: diffs apply, and each loop prints what the pages show."""
 
 from __future__ import annotations
 
@@ -9,45 +9,78 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BIN, TEMPLATE, Bake, launch, run, run_python
+from conftest import BIN, TEMPLATE, Bake, blocks, launch, run, run_python
+from torch.utils.data import DataLoader, DistributedSampler
 
-TEXT = (TEMPLATE / "docs" / "from-a-loop.md").read_text()
-LOOP, PREDICT = TEXT.split("## Predict with the trained model")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", LOOP, re.MULTILINE | re.DOTALL)
-LINES = r"(?:rank \d+, )?epoch \d: last batch \[[^]]*\], loss \d\.\d+|(?:rank \d+: )?\d+ of \d+ are right"
+DOCS = TEMPLATE / "docs"
+LOOP, PREDICT = (DOCS / "finish-the-loop.md").read_text().split("## Predict with the trained model")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def assert_same(printed: str, shown: str) -> None:
     """Assert that a program prints the lines of a block, in any order of ranks, and losses to 0.01."""
-    lines = [sorted(re.findall(LINES, text)) for text in (printed, shown)]
+    lines = [sorted(line for line in text.splitlines() if line) for text in (printed, shown)]
     losses = [[float(loss) for loss in re.findall(r"loss (\S+)", "\n".join(each))] for each in lines]
-    assert losses[0] == pytest.approx(losses[1], abs=0.01)
     assert [re.sub("loss .*", "", line) for line in lines[0]] == [re.sub("loss .*", "", line) for line in lines[1]]
+    assert losses[0] == pytest.approx(losses[1], abs=0.01)
 
 
 @pytest.mark.weekly
-def test_each_loop_prints_what_the_page_shows(bake: Bake) -> None:
-    project, printed = bake(), ""
+def test_each_loop_and_each_exercise_prints_what_the_pages_show(bake: Bake) -> None:
+    project, printed, commands = bake(), "", 0
     (project / ".venv").symlink_to(BIN.parent)
-    for kind, text in BLOCKS:
-        if kind == "python":
-            (project / "loop.py").write_text(text)
-            assert len(text.splitlines()) <= 30
-        elif kind == "diff":
-            (project / "edit.diff").write_text(text)
-            run("patch", "--fuzz=0", "loop.py", "edit.diff", cwd=project)
-        elif kind == "bash":
-            printed = run("bash", "-ec", text, cwd=project).stdout
-        elif "are right" in text:
-            assert_same(printed, text)
-        else:
-            assert printed == text
+    for name in ("from-a-loop", "finish-the-loop", "loop-on-gpus"):
+        page = (DOCS / f"{name}.md").read_text().split("## Predict with the trained model")[0]
+        for kind, text in BLOCK.findall(page):
+            if kind == "python":
+                (project / ("gpu_loop.py" if name == "loop-on-gpus" else "loop.py")).write_text(text)
+                assert len(text.splitlines()) <= (70 if name == "loop-on-gpus" else 30)
+            elif kind == "diff":
+                (project / "edit.diff").write_text(text)
+                run("patch", "--fuzz=0", "loop.py", "edit.diff", cwd=project)
+            elif kind == "bash":
+                printed, commands = run("bash", "-ec", text, cwd=project).stdout, commands + 1
+            else:
+                assert kind == "text"
+                assert_same(printed, text)
+    assert commands == 18
+
+
+def test_an_epoch_has_the_steps_of_the_answer() -> None:
+    page = (DOCS / "from-a-loop.md").read_text()
+    samples = range(int(re.findall(r"an epoch of these ([\d,]+) samples", page)[0].replace(",", "")))
+    steps, batch, fewer = map(int, re.findall(r"^2. (\d+) on any .* is (\d+), and an epoch has (\d+) ", page, re.M)[0])
+    for ranks, size, expected in ((1, 64, steps), (2, 32, steps), (4, 16, steps), (4, 64, fewer)):
+        sampler = DistributedSampler(samples, num_replicas=ranks, rank=0, drop_last=True)
+        assert len(DataLoader(samples, size, sampler=sampler, drop_last=True)) == expected
+        assert size * ranks == (batch if size * ranks > 64 else 64)
+
+
+@pytest.mark.weekly
+def test_without_no_sync_each_micro_batch_sends(bake: Bake) -> None:
+    project = bake()
+    (program,) = blocks(DOCS / "loop-on-gpus.md", "python")
+    hook = (
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook\ncalls = []\n"
+        "ddp.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1])\n"
+    )
+    assert program.count("optimizer = ") == program.count("images, labels = (tensor.to(device) for") == 1
+    program = program.replace("optimizer = ", f"{hook}optimizer = ", 1)
+    program = program.replace(
+        "images, labels = (tensor.to(device) for", 'print("calls", len(calls))\nimages, labels = (tensor.to(device) for'
+    )
+    shown = re.findall(r"(\d+) times per epoch in place of (\d+)", (DOCS / "loop-on-gpus.md").read_text())[0]
+    for text, each in ((program.replace("ddp.no_sync()", "nullcontext()"), shown[0]), (program, shown[1])):
+        (project / "counted.py").write_text(text)
+        out = run(BIN / "torchrun", "--standalone", "--nproc-per-node", "1", "counted.py", cwd=project).stdout
+        assert f"calls {3 * int(each)}\n" in out
+        (project / "model.pt").unlink()
 
 
 def test_what_the_page_names_exists(bake: Bake) -> None:
     project = bake()
     code = {path.name: path.read_text() for path in Path(project / "src" / "my_experiment").glob("*.py")}
-    rows = re.findall(r"^\| .*? \| `(\w+\.py)`: (.*?) \|", TEXT, re.MULTILINE)
+    rows = re.findall(r"^\| .*? \| `(\w+\.py)`: (.*?) \|", LOOP, re.MULTILINE)
     assert len(rows) > 3
     for file, names in rows:
         assert all(name.split(".")[-1] in code[file] for name in re.findall(r"`([^`]+)`", names))
