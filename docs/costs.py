@@ -25,7 +25,7 @@ def server(gradient: torch.Tensor, rank: int, size: int) -> int:
 
 
 def ring(gradient: torch.Tensor, rank: int, size: int) -> int:
-    """Send 1/N to the next rank, N - 1 times to add up and N - 1 times to copy sums; returns the bytes as server does."""
+    """Send 1/N to the next rank, N - 1 times to add up and N - 1 times to copy sums; returns bytes as server does."""
     chunks = gradient.chunk(size)
     for step in range(2 * (size - 1)):
         out, into = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import BIN, TEMPLATE, Bake, blocks, run
+from conftest import BIN, TEMPLATE, Bake, blocks, run, started, wait_until
 
 PAGE = TEMPLATE / "docs" / "collectives.md"
 
 
 def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / ".venv").symlink_to(BIN.parent)
-    (program, edit), (command,), (shown,) = (blocks(PAGE, kind) for kind in ("python", "bash", "text"))
+    (program, edit, _), (command,), (shown, _) = (blocks(PAGE, kind) for kind in ("python", "bash", "text"))
     (tmp_path / "collectives.py").write_text(program)
     assert run("bash", "-ec", command, cwd=tmp_path).stdout == shown
     program = "import datetime\n\n" + program.replace("dist.destroy_process_group()\n", edit)
@@ -22,6 +23,32 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     result = run("bash", "-ec", command, cwd=tmp_path, code=1)
     assert re.findall(r"^rank \d goes on$", result.stdout, re.MULTILINE) == ["rank 2 goes on"]
     assert result.stderr.count("RuntimeError: ") >= 1
+
+
+def test_stacks_show_which_rank_the_others_wait_for(tmp_path: Path) -> None:
+    (tmp_path / ".venv").symlink_to(BIN.parent)
+    program, (command, spy), shown = blocks(PAGE, "python")[2], blocks(PAGE, "sh"), blocks(PAGE, "text")[1]
+    started_all = "if rank != 2:\n"
+    assert program.count(started_all) == 1
+    program = "import faulthandler\n" + program.replace(
+        started_all, f"faulthandler.dump_traceback_later(1)\n{started_all}"
+    )
+    (tmp_path / "hang.py").write_text(program)
+    stacks = tmp_path / "stacks"
+    with started("bash", "-c", f"exec env {command.strip()} 2>stacks >lines", cwd=tmp_path) as launcher:
+        wait_until(
+            lambda: stacks.exists() and len(re.findall(" in (average|load_batch)$", stacks.read_text(), re.M)) == 4,
+            "four stacks",
+        )
+        assert len(re.findall(" in average$", stacks.read_text(), re.MULTILINE)) == 3
+        if (BIN / "py-spy").exists():
+            dump = spy.splitlines()[1].replace("$(pgrep -of hang.py)", str(launcher.pid))
+            printed = run("bash", "-c", dump, cwd=tmp_path).stdout
+            frames = [
+                Counter(re.findall(r"^    (\S+) \(.*?(\w+\.py):", text, re.MULTILINE)) for text in (printed, shown)
+            ]
+            assert frames[0] == frames[1]
+            assert len(frames[0]) == 4
 
 
 @pytest.mark.weekly
