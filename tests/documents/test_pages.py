@@ -8,14 +8,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import BIN, CHOICES, TEMPLATE, Bake, launch, run
+from conftest import BIN, CHOICES, TEMPLATE, Bake, blocks, launch, run
 
 ROWS = re.findall(r"^\| .* \| (.*) \|$", (TEMPLATE / "docs" / "coming-from.md").read_text(), re.MULTILINE)
 # Programs and names of PyTorch, and the beginnings of commands.
 OTHERS = {"cruft update", "state_dict", "gather_object", "--config FILE", "checkpoints/step-*.pt"}
 NAMES = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row)} - OTHERS)
-COSTS = (TEMPLATE / "docs" / "costs.md").read_text()
-MEMORY = re.findall(r"^\| (\w+), (\d) ranks? \| (.*) \|$", COSTS, re.MULTILINE)
+DOCS = TEMPLATE / "docs"
+LESSONS = ["collectives", "from-a-loop", "finish-the-loop", "loop-on-gpus", "fsdp", "strategies", "costs", "tokens"]
+COSTS = (DOCS / "costs.md").read_text()
+MEMORY = re.findall(r"^\| (\w+), (\d) ranks?(?:, rank (\d))? \| (.*) \|$", COSTS, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +68,102 @@ def test_bytes_are_those_of_the_formulas_and_stale_gradients_diverge(tmp_path: P
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(("parallelism", "ranks", "numbers"), MEMORY)
-def test_memory_is_what_estimate_prints(bake: Bake, parallelism: str, ranks: str, numbers: str) -> None:
+@pytest.mark.parametrize(("parallelism", "ranks"), sorted({row[:2] for row in MEMORY} | {("fsdp", "8")}))
+def test_memory_is_what_estimate_prints(bake: Bake, parallelism: str, ranks: str) -> None:
     project = bake(parallelism=parallelism, task="language")
     command = re.findall(r"^scripts/launch.sh (estimate .*)$", COSTS, re.MULTILINE)[0].replace("4", ranks, 1)
-    printed = launch(project, *command.split()).stdout
-    assert "   ".join(numbers.split(" | ")) in re.sub(" {3,}", "   ", printed)
+    printed = re.sub(" {3,}", "   ", launch(project, *command.split()).stdout)
+    rows = [(rank or "0", numbers) for *row, rank, numbers in MEMORY if row == [parallelism, ranks]]
+    if ranks == "8":
+        rows = [("0", re.findall(r"^0.09528 / 8 = (\S+), which", COSTS, re.MULTILINE)[0])]
+    assert rows
+    for rank, numbers in rows:
+        assert f"rank {rank}   " + "   ".join(numbers.split(" | ")) in printed
+
+
+def test_a_ring_ends_with_all_sums() -> None:
+    turns = re.findall(r"^\| \d \|((?: chunk \d \|){4}) (adds|copies)", COSTS, re.MULTILINE)
+    held = [[{rank} for _ in range(4)] for rank in range(4)]  # Whose gradients are in a chunk of a rank.
+    for chunks, act in turns:
+        sent = [int(chunk) for chunk in re.findall(r"\d", chunks)]
+        messages = [(chunk, set(held[rank][chunk])) for rank, chunk in enumerate(sent)]
+        for rank, (chunk, ranks) in enumerate(messages):
+            neighbor = held[(rank + 1) % 4]
+            assert act == "copies" or not ranks & neighbor[chunk]
+            neighbor[chunk] = ranks if act == "copies" else ranks | neighbor[chunk]
+    assert [act for _, act in turns] == ["adds"] * 3 + ["copies"] * 3
+    assert all(chunk == {0, 1, 2, 3} for rank in held for chunk in rank)
+    bytes_sent = re.findall(r"directions: (\d+), and (\d+),", COSTS)[0]
+    assert [int(number) for number in bytes_sent] == [2 * (n - 1) * 2**24 // n for n in (8, 1000)]
+
+
+def test_grids_are_those_of_the_schedules_of_pytorch() -> None:
+    commands = [block for block in blocks(DOCS / "costs.md", "bash") if "grids.py" in block]
+    for command, shown in zip(commands, blocks(DOCS / "costs.md", "text"), strict=True):
+        words = command.split("#")[0].split()
+        assert words[:2] == [".venv/bin/python", "docs/grids.py"]
+        assert run(BIN / "python", *words[1:], cwd=TEMPLATE).stdout == shown
+        ranks, microbatches = map(int, words[2:])
+        assert shown.count(f"works in {2 * microbatches} of {2 * (microbatches + ranks - 1)} turns") == 2
+
+
+def test_the_picture_of_memory_is_that_of_the_table(tmp_path: Path) -> None:
+    out = run(BIN / "python", DOCS / "memory.py", tmp_path / "memory.svg", cwd=tmp_path).stdout
+    totals = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
+    shown = re.findall(r"holds? ([\d.]+) bytes per parameter here, and FSDP2 ([\d.]+)", COSTS)[0]
+    assert totals["DDP"] == ["16.0"] * 4 and (totals["tensor"], totals["FSDP2"]) == ([shown[0]] * 4, [shown[1]] * 4)
+    assert sum(map(float, totals["pipeline"])) == pytest.approx(16, abs=0.1)
+    curves = [
+        re.findall(r' d="(M .*?)"', path.read_text(), re.DOTALL)
+        for path in (DOCS / "memory.svg", tmp_path / "memory.svg")
+    ]
+    assert curves[0] == curves[1], "run docs/memory.py docs/memory.svg"
+
+
+@pytest.mark.weekly
+def test_five_of_six_all_reduces_start_before_backward_ends(tmp_path: Path) -> None:
+    script, picture = DOCS / "overlap.py", tmp_path / "overlap.svg"
+    out = run(BIN / "torchrun", "--standalone", "--nproc-per-node", "2", script, picture, cwd=tmp_path).stdout
+    spans = [[int(number) for number in line] for line in re.findall(r"layer (\d): from (\d+) to (\d+) ms", out)]
+    backward, sent = spans[:6], spans[6:]
+    assert [layer for layer, *_ in backward] == [layer for layer, *_ in sent] == [6, 5, 4, 3, 2, 1]
+    end = backward[-1][2]
+    assert all(start <= end for _, start, _ in sent[:5]) and sent[0][2] < end < sent[5][2]
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_says_what_for_and_asks_three_questions(name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text()
+    assert "\n\nYou will be able to " in text.split("\n## ")[0]
+    body = text.split("## Three questions\n\n")[1]
+    questions, answers = body.split("<details><summary>Answers</summary>")
+    for part in (questions, answers):
+        assert re.findall(r"^(\d)\. ", part, re.MULTILINE) == ["1", "2", "3"]
+
+
+def test_no_page_is_long() -> None:
+    for page in [*DOCS.glob("*.md"), *DOCS.glob("recipes/*.md")]:
+        text = re.sub(r"^```diff\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        assert len([line for line in text.splitlines() if line]) <= 200, page
+
+
+def test_links_of_pages_lead_to_files_and_to_headings() -> None:
+    for page in [TEMPLATE / "README.md", *DOCS.glob("*.md"), *DOCS.glob("recipes/*.md")]:
+        for path, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            target = page.parent / path if path else page
+            assert target.exists(), (page, path)
+            if heading:
+                titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], (
+                    page,
+                    heading,
+                )
+
+
+def test_files_that_a_strategy_changes_are_those_of_the_page() -> None:
+    page = DOCS / "strategies.md"
+    command, (shown,) = blocks(page, "bash")[1], blocks(page, "text")
+    assert run("bash", "-ec", command, cwd=TEMPLATE).stdout == shown
 
 
 @pytest.mark.weekly

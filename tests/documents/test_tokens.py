@@ -81,8 +81,17 @@ def test_a_mistake_is_one_line(bake: Bake) -> None:
 def test_the_commands_of_the_page_train(bake: Bake) -> None:
     project = bake(task="language")
     (project / ".venv").symlink_to(BIN.parent)
-    (commands,) = blocks(PAGE, "bash")
-    assert "eval   step 2/2" in run("bash", "-ec", f"{commands[:-1]} --train.max_steps 2", cwd=project).stdout
+    commands, _ = blocks(PAGE, "bash")
+    assert commands.count("--train.max_steps 100 ") == 1
+    commands = commands.replace("--train.max_steps 100 ", "--train.max_steps 2 ")
+    assert "eval   step 2/2" in run("bash", "-ec", commands, cwd=project).stdout
+
+
+def test_a_mixture_has_the_documents_of_the_page(bake: Bake) -> None:
+    project = bake(task="language")
+    (project / ".venv").symlink_to(BIN.parent)
+    _, commands = blocks(PAGE, "bash")
+    assert run("bash", "-ec", commands, cwd=project).stdout == blocks(PAGE, "text")[0]
 
 
 @pytest.mark.weekly
@@ -118,7 +127,7 @@ def test_the_estimate_is_what_the_page_shows(bake: Bake) -> None:
     about = {"dtype": "uint16", "vocabulary": 25088, "end": 0, "bytes_per_token": 4, "tokenizer": None}
     (project / "data/wiki.json").write_text(json.dumps(about))
     (project / "data/wiki.bin").write_bytes(bytes(10**6))
-    (command,), (printed,) = blocks(PAGE, "sh"), blocks(PAGE, "text")
+    (command,), (_, printed) = blocks(PAGE, "sh"), blocks(PAGE, "text")
     assert run("bash", "-c", command, cwd=project, PYTHONPATH=str(project / "src")).stdout == printed
     alone = command.replace("--ranks 8", "--ranks 1").replace("--train.microbatches 8", "--train.microbatches 64")
     (gib,) = re.findall(r"On a single device, .* take ([\d.]+) GiB", PAGE.read_text())
