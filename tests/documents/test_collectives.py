@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from conftest import BIN, TEMPLATE, Bake, blocks, run, started, wait_until
+from torch.distributed.constants import default_pg_timeout
 
 PAGE = TEMPLATE / "docs" / "collectives.md"
 
@@ -22,7 +24,9 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / "collectives.py").write_text(program)
     result = run("bash", "-ec", command, cwd=tmp_path, code=1)
     assert re.findall(r"^rank \d goes on$", result.stdout, re.MULTILINE) == ["rank 2 goes on"]
-    assert result.stderr.count("RuntimeError: ") >= 1
+    errors = re.findall("^.*RuntimeError: .*$", result.stderr, re.MULTILINE)
+    assert errors and not any("rank 2" in re.sub(r"^\[rank\d\]", "", error) for error in errors)
+    assert default_pg_timeout == timedelta(minutes=30)
 
 
 def test_stacks_show_which_rank_the_others_wait_for(tmp_path: Path) -> None:
@@ -55,7 +59,9 @@ def test_stacks_show_which_rank_the_others_wait_for(tmp_path: Path) -> None:
 def test_sharded_loops_have_the_shapes_and_the_losses_of_the_page(bake: Bake) -> None:
     project, page = bake(), TEMPLATE / "docs" / "fsdp.md"
     (project / ".venv").symlink_to(BIN.parent)
-    (program,), commands, texts = (blocks(page, kind) for kind in ("python", "bash", "text"))
+    (program, count), commands, texts = (blocks(page, kind) for kind in ("python", "bash", "text"))
+    (project / "count.py").write_text(count)
+    assert run("bash", "-ec", commands.pop(), cwd=project).stdout == texts.pop()
     (project / "sharded.py").write_text(program)
     assert len(program.splitlines()) <= 60
     for command, text in zip(commands, texts, strict=True):
