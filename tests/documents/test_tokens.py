@@ -132,3 +132,21 @@ def test_the_estimate_is_what_the_page_shows(bake: Bake) -> None:
     alone = command.replace("--ranks 8", "--ranks 1").replace("--train.microbatches 8", "--train.microbatches 64")
     (gib,) = re.findall(r"On a single device, .* take ([\d.]+) GiB", PAGE.read_text())
     assert f"\n{gib} GiB fit" in run("bash", "-c", alone, cwd=project, PYTHONPATH=str(project / "src")).stdout
+
+
+def test_models_have_the_parameters_of_the_pages(bake: Bake) -> None:
+    script = """if True:
+        import sys, torch
+        from my_experiment.config import ModelConfig
+        from my_experiment.model import build_model
+        ModelConfig.vocabulary, *shape = map(int, sys.argv[1:])
+        names = ("width", "layers", "heads", "context")
+        with torch.device("meta"):
+            model = build_model(ModelConfig(**dict(zip(names, shape, strict=True))))
+        print(sum(p.numel() for p in model.parameters()))
+    """
+    project, gpus = bake(task="language"), (TEMPLATE / "docs" / "gpus.md").read_text()
+    count = int(run_python(project, script, "25088", "768", "12", "12", "1024"))
+    assert f"({count:,} parameters;" in PAGE.read_text()
+    for shape in (("2048", "24", "16", "2048"), ("4096", "32", "32", "4096")):
+        assert f"| {int(run_python(project, script, '50304', *shape)) / 1e9:.1f} billion parameters, 8 ranks |" in gpus
