@@ -33,8 +33,8 @@ torch.manual_seed(0)
 model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS)))
 ddp = DistributedDataParallel(model, bucket_cap_mb=4)  # A bucket for each layer.
 ddp.register_comm_hook(None, all_reduce)
-for layer in model:
-    layer.weight.register_post_accumulate_grad_hook(lambda _: ready.append(time.perf_counter()))
+for weight in model.parameters():
+    weight.register_post_accumulate_grad_hook(lambda _: ready.append(time.perf_counter()))
 for _ in range(3):  # DDP arranges its buckets in the first one.
     loss = ddp(torch.randn(1024, 1024)).square().mean()
     dist.barrier()
@@ -48,11 +48,10 @@ if dist.get_rank() == 0:
     axes = figure.subplots()
     for name, row, spans in (("backward", 0, backward), ("all-reduce", 1, sorted(sent))):
         for index, (start, end) in enumerate(spans):
-            start, end, layer = (start - begin) * 1000, (end - begin) * 1000, LAYERS - index
-            print(f"{name} of layer {layer}: from {start:.0f} to {end:.0f} ms")
-            height = row * (index + 1)
-            axes.barh(height, end - start, left=start, color=f"C{row}", edgecolor="white")
-            axes.text((start + end) / 2, height, layer, ha="center", va="center", color="white")
+            left, width, height = (start - begin) * 1000, (end - start) * 1000, row * (index + 1)
+            print(f"{name} of layer {LAYERS - index}: from {left:.0f} to {left + width:.0f} ms")
+            axes.barh(height, width, left=left, color=f"C{row}", edgecolor="white")
+            axes.text(left + width / 2, height, str(LAYERS - index), ha="center", va="center", color="white")
     labels = ["backward, by layer", *(f"all-reduce of layer {LAYERS - index}" for index in range(LAYERS))]
     axes.set(yticks=range(LAYERS + 1), yticklabels=labels, xlabel="milliseconds since backward began, on rank 0")
     axes.invert_yaxis()
