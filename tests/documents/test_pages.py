@@ -99,7 +99,8 @@ def test_a_ring_ends_with_all_sums() -> None:
 
 def test_grids_are_those_of_the_schedules_of_pytorch() -> None:
     commands = [block for block in blocks(DOCS / "costs.md", "bash") if "grids.py" in block]
-    for command, shown in zip(commands, blocks(DOCS / "costs.md", "text"), strict=True):
+    grids = [block for block in blocks(DOCS / "costs.md", "text") if block.startswith("Schedule")]
+    for command, shown in zip(commands, grids, strict=True):
         words = command.split("#")[0].split()
         assert words[:2] == [".venv/bin/python", "docs/grids.py"]
         assert run(BIN / "python", *words[1:], cwd=TEMPLATE).stdout == shown
@@ -118,6 +119,24 @@ def test_the_picture_of_memory_is_that_of_the_table(tmp_path: Path) -> None:
         for path in (DOCS / "memory.svg", tmp_path / "memory.svg")
     ]
     assert curves[0] == curves[1], "run docs/memory.py docs/memory.svg"
+
+
+@pytest.mark.weekly
+def test_a_trace_has_the_rows_of_the_page(bake: Bake) -> None:
+    project = bake()
+    (project / ".venv").symlink_to(BIN.parent)
+    (project.parent / "ddp-template").symlink_to(TEMPLATE)
+    command, shown = (
+        next(b for b in blocks(DOCS / "costs.md", kind) if "all-reduce " in b or "trace" in b)
+        for kind in ("sh", "text")
+    )
+    printed = run("bash", "-ec", command, cwd=project).stdout
+    rows = [re.findall(r"^([a-z-]+) +([\d.]+)$", text, re.MULTILINE) for text in (printed, shown)]
+    assert [name for name, _ in rows[0]] == [name for name, _ in rows[1]] and len(rows[0]) == 12
+    for rank in (rows[0][:6], rows[0][6:]):
+        (*parts, step) = (float(number) for _, number in rank)
+        assert all(0 < part < step for part in parts)
+    assert len(re.findall(r"^\d+% of all-reduce is while backward computes$", printed, re.MULTILINE)) == 2
 
 
 @pytest.mark.weekly
