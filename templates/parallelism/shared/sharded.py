@@ -6,10 +6,6 @@ that you trust: unlike a full checkpoint, it is read with pickle, and has no che
 
 import json
 import os
-import re
-import shutil
-import sys
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -41,6 +37,9 @@ class Checkpointer(checkpoint.Checkpointer):
             return checkpoint.read(path)
         try:
             header = json.loads((path / "header.json").read_text())
+            for name, size in header.pop("sizes", {}).items():
+                if (path / name).stat().st_size != size:
+                    raise ValueError(f"{name} has not the size that it was written with")
             names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         except (ValueError, EOFError, UnpicklingError) as error:
             raise UserError(f"{path} is not a readable checkpoint: {error}") from None
@@ -64,36 +63,20 @@ class Checkpointer(checkpoint.Checkpointer):
             whole = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
             dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=dsd.StateDictOptions(strict=False))
 
-    def restore(self, parallel: Any, optimizer: Any, lengths: list[int]) -> tuple[int, list[str]]:
-        """Load what was read, or an older checkpoint if a part of a sharded one is damaged."""
-        try:
-            return super().restore(parallel, optimizer, lengths)
-        except UserError as error:
-            path = Path(self.start.get("shards", ""))
-            damaged = re.search("cannot be loaded(?!.*(Missing key|Size mism|Errno))", str(error))
-            if path.parent != self.folder or not damaged:
-                raise  # Not a damaged checkpoint of this run.
-            if self.process.rank == 0:
-                print(f"a part of {path} is damaged; it is now {path.name}.damaged", file=sys.stderr)
-            self.process.on_main(lambda: path.rename(f"{path}.damaged"))
-            self.start = checkpoint.read_on_main(self.read_start, self.process)
-            return self.restore(parallel, optimizer, lengths)
-
     def save(self, progress: dict[str, int]) -> None:
         """Save the run in the format; of a sharded checkpoint, a thread of each rank writes what the rank holds."""
         if self.config.checkpoint.format == "full":
             return super().save(progress)
-        header = json.dumps(self.prepare(progress))
+        header = self.prepare(progress)
         final = self.folder / f"step-{progress['step']:08d}.dcp"
         unfinished = final.with_suffix(".dcp.tmp")
-        self.process.on_main(partial(shutil.rmtree, unfinished, ignore_errors=True))  # Of an earlier start.
         if self.stager is None or torch.__version__ < "2.13":  # There, a stager is used once.
             accelerated = self.process.device.type == "cuda"  # Then parts are copied to pinned memory.
             self.stager = DefaultStager(StagingOptions(accelerated, False, False, accelerated))
         content = self.stager.stage(local_state(self.parallel.module, self.optimizer))
         self.pending = self.writer.submit(self.write_shards, content, header, unfinished, final)
 
-    def write_shards(self, content: Any, header: str, unfinished: Path, final: Path) -> None:
+    def write_shards(self, content: Any, header: Any, unfinished: Path, final: Path) -> None:
         """Write this rank's part; the folder gets its name when all is written."""
         try:
             writer = dcp.FileSystemWriter(unfinished, per_thread_copy_ahead=0)  # Else it would wait for the device.
@@ -101,7 +84,8 @@ class Checkpointer(checkpoint.Checkpointer):
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"{final} was not written; disk full? {str(error).splitlines()[-1]}") from None
         if self.process.rank == 0:
-            checkpoint.write_atomically(unfinished / "header.json", header)
+            header["sizes"] = {path.name: path.stat().st_size for path in unfinished.iterdir()}
+            checkpoint.write_atomically(unfinished / "header.json", json.dumps(header))
             os.replace(unfinished, final)
 
 
