@@ -7,8 +7,6 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """Free a block's weights after its forward and gather them again for its backward: less memory, more messages."""
 
-    gloo_on_accelerators = False  # It cannot send their tensors.
-
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches that the global batch is split into: one per rank."""
         return world_size

@@ -9,8 +9,6 @@ class ParallelConfig:
     schedule: Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"] = "1F1B"
     """Order of a rank's forwards and backwards; the schedules are those of torch.distributed.pipelining."""
 
-    gloo_on_accelerators = False  # It cannot send their tensors.
-
     @property
     def stages_per_rank(self) -> int:
         """Return the number of stages on each rank: two halve the time that ranks wait."""

@@ -104,7 +104,7 @@ def choose_device(config: Config) -> tuple[torch.device, str]:
     if settings.device != "cpu" and accelerator and (accelerator.type != "mps" or "RANK" not in os.environ):
         each = getattr(config.parallel, "devices", 1)  # Several under model parallelism.
         first, available = int(os.environ.get("LOCAL_RANK", "0")) * each, torch.accelerator.device_count()
-        if settings.backend == "gloo" and not config.parallel.gloo_on_accelerators:
+        if settings.backend == "gloo" and not getattr(config.parallel, "gloo_on_accelerators", False):
             raise UserError("gloo cannot send an accelerator's tensors; add --distributed.device cpu")
         if settings.backend != "gloo" and first + each > available:
             raise UserError(f"{available} device(s) are too few; lower NPROC, or add --distributed.device cpu")
