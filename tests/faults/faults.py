@@ -202,7 +202,7 @@ FAULTS = {
         HOSTILE + "test_shared_weights_stay_shared_or_are_refused_by_name[fsdp]",
     ),
     "two stages train copies of a shared weight": Fault(
-        PARALLEL + "pipeline/stages.py",
+        PARALLEL + "shared/outline.py",
         "users.setdefault(parameter, name)",
         "name",
         HOSTILE + "test_shared_weights_stay_shared_or_are_refused_by_name[pipeline]",
@@ -333,7 +333,7 @@ FAULTS = {
         REPORTS + "test_metrics_become_plain_numbers_and_the_checkpoint_can_be_read",
     ),
     "a checkpoint has the first stage alone": Fault(
-        PARALLEL + "pipeline/parallel.py",
+        PARALLEL + "shared/stage_state.py",
         "whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]",
         "whole = [mine for mine, theirs in zip(whole, part, strict=True)]",
         PIPELINES,

@@ -104,7 +104,7 @@ class Parallel:
         x, group, forms = inputs, self.group, self.outline.trace(inputs)
         for index, stage in self.stages.items():
             if index > 0 and index - 1 not in self.stages:
-                x = torch.empty_like(forms[index], device=self.device, requires_grad=False)
+                x = torch.empty_like(forms[index], device=self.device)
                 dist.recv(x, group=group, group_src=self.owners[index - 1])
             stage.inputs = []
             x = stage(x)
@@ -126,42 +126,9 @@ class Parallel:
 
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/buffers.py" ::#
+
+#:: include "parallelism/shared/stage_state.py" ::#
 #:: endfilter ::#
-
-    def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
-        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
-        rank, group, size = self.process.rank, self.process.cpu_group, dist.get_world_size(self.dp_group)
-        model, optim = dsd.get_state_dict(self.module, optimizer)
-
-        def gather(part: Tensor) -> Tensor | None:
-            whole = part.full_tensor() if isinstance(part, DTensor) else part
-            return whole.cpu() if rank % size == 0 else None
-
-        whole: list[Any] = tree_map_only(Tensor, gather, [model, optim["state"]])
-        for source in range(size, self.process.world_size, size):
-            part = [*whole]
-            if rank == source:
-                dist.send_object_list(part, 0, group)
-            elif rank == 0:
-                dist.recv_object_list(part, source, group)
-                whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]
-        return whole[0], whole[1]
-
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
-        own, states, names = dict[str, Any](), dict[str, Any](), self.module.state_dict()
-        for name in max(self.process.all_gather([*model])):  # Rank 0's.
-            entry = [model.get(name), (state or {}).get(name)]
-            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
-            if name in names or name not in self.outline.names:
-                own[name], states[name] = entry
-        options = dsd.StateDictOptions(full_state_dict=True)
-        dsd.set_model_state_dict(self.module, own, options=options)
-        options.strict = False  # A parameter that never had a gradient has no state.
-        if optimizer and any(states.values()):
-            whole = dsd.get_optimizer_state_dict(self.module, optimizer)
-            whole["state"] = {name: values for name, values in states.items() if values}
-            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)
 
 
 #:: include "parallelism/shared/blocks.py" ::#

@@ -14,57 +14,7 @@ NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, f
 getLogger("torch.distributed.pipelining.schedules").disabled = True  # It would print them if one fails.
 
 
-class Stage(nn.Module):
-    """Consecutive blocks, as a schedule runs them: with one tensor between two stages."""
-
-    def __init__(self, blocks: nn.Sequential, is_last: bool) -> None:
-        super().__init__()
-        self.blocks, self.is_last = blocks, is_last
-        self.inputs: list[Any] = []  # Of all micro-batches, in the first stage, which gets only their numbers.
-        self.outputs: Any = None  # Of the last micro-batch, in the last stage.
-
-    def forward(self, x: Any) -> Tensor:
-        if self.inputs:
-            x = self.inputs[int(x)]
-        elif torch.is_grad_enabled():
-            x = x.view_as(x)
-            x.register_hook(Tensor.contiguous)  # Only such gradients can be sent, and only such outputs.
-        x = self.blocks(x)
-        if self.is_last:
-            self.outputs, x = x, torch.zeros_like(NUMBER, device="cpu")  # The loss reads the former.
-        return x.contiguous()
+#:: include "parallelism/shared/stage.py" ::#
 
 
-class Outline:
-    """The model without values: the stage of each block, and what stages send each other."""
-
-    def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
-        wrapped: dict[nn.Module, nn.Module] = {}
-        with torch.device("meta"):
-            self.model: Any = build_model(config, lambda block: wrapped.setdefault(block, block)).eval()
-        if type(self.model) is not nn.Sequential or [*self.model] != [*wrapped]:
-            raise UserError("a pipeline splits a sequence: build_model has to return an nn.Sequential of what it wraps")
-        if count > (blocks := len(self.model)):
-            raise UserError(f"the model has {blocks} blocks, too few for {count} stages; start fewer ranks")
-        self.stages, self.dtype = [number * count // blocks for number in range(blocks)], dtype
-        self.names, self.forms = {*self.model.state_dict()}, dict[Any, dict[int, Tensor]]()
-        users = dict[nn.Parameter, str]()
-        for label, block in self.model.named_children():
-            for name, parameter in block.named_parameters(label):
-                if not (other := users.setdefault(parameter, name)).startswith(f"{label}."):
-                    raise UserError(f"{name} is also {other}, which is in another block; use a copy")
-        for parameter in users:
-            parameter.data = parameter.data.to(dtype)
-
-    def trace(self, inputs: Any) -> dict[int, Tensor]:
-        """Return what enters each stage, and leaves the last one, by its number; the same dict for the same shapes."""
-        shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-        if shapes not in self.forms:
-            x, self.forms[shapes] = inputs, {0: NUMBER, 1 + self.stages[-1]: NUMBER}
-            with torch.no_grad(), torch.device("meta"):
-                for stage, block in zip(self.stages, self.model, strict=True):
-                    if stage not in self.forms[shapes]:
-                        self.forms[shapes][stage] = torch.empty(x.shape, dtype=x.dtype, requires_grad=True)
-                    x = tree_map_only(Tensor, lambda t: t.to("meta", self.dtype if t.is_floating_point() else None), x)
-                    x = block(x)  # In the type that FSDP casts its inputs to.
-        return self.forms[shapes]
+#:: include "parallelism/shared/outline.py" ::#

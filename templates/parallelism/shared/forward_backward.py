@@ -1,2 +1,2 @@
 def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
-    """Leave in each parameter the gradient of the mean of ``mean_loss`` over all micro-batches; a collective."""
+    """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""

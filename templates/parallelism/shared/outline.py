@@ -1,0 +1,32 @@
+class Outline:
+    """The model without values: the stage of each block, and what stages send each other."""
+
+    def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
+        wrapped: dict[nn.Module, nn.Module] = {}
+        with torch.device("meta"):
+            self.model: Any = build_model(config, lambda block: wrapped.setdefault(block, block)).eval()
+        if type(self.model) is not nn.Sequential or [*self.model] != [*wrapped]:
+            raise UserError("a pipeline needs an nn.Sequential of what build_model wraps")
+        if count > (blocks := len(self.model)):
+            raise UserError(f"{blocks} blocks are too few for {count} stages; use fewer stages")
+        self.stages, self.dtype = [number * count // blocks for number in range(blocks)], dtype
+        self.names, self.forms = {*self.model.state_dict()}, dict[Any, dict[int, Tensor]]()
+        users = dict[nn.Parameter, str]()
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            other = users.setdefault(parameter, name)
+            if other.split(".")[0] != name.split(".")[0]:
+                raise UserError(f"{name} is also {other} of another block; use a copy")
+            parameter.data = parameter.data.to(dtype)
+
+    def trace(self, inputs: Any) -> dict[int, Tensor]:
+        """Return what enters each stage, and leaves the last one; one dict for equal shapes."""
+        shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        if shapes not in self.forms:
+            x, self.forms[shapes] = inputs, {0: NUMBER, 1 + self.stages[-1]: NUMBER}
+            with torch.no_grad(), torch.device("meta"):
+                for stage, block in zip(self.stages, self.model, strict=True):
+                    if stage not in self.forms[shapes]:
+                        self.forms[shapes][stage] = torch.empty(x.shape, dtype=x.dtype, requires_grad=True)
+                    x = tree_map_only(Tensor, lambda t: t.to("meta", self.dtype if t.is_floating_point() else None), x)
+                    x = block(x)  # In the type that FSDP casts its inputs to.
+        return self.forms[shapes]
