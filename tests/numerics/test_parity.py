@@ -118,6 +118,25 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
     assert "warning" not in resumed.stderr.lower()
 
 
+LAYOUTS = {
+    "pipeline x tensor": (4, {"parallel.pipeline": 2, "parallel.tensor": 2}),
+    "pipeline x shard": (4, {"parallel.pipeline": 2, "train.microbatches": 1}),
+    "tensor x shard": (4, {"parallel.tensor": 2}),
+    "pipeline x shard x tensor": (8, {"parallel.pipeline": 2, "parallel.tensor": 2}),
+    "pipeline x replicate x tensor": (8, {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.replicas": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.weekly] * (LAYOUTS[name][0] > 4)) for name in LAYOUTS]
+)
+def test_a_mesh_of_several_dimensions_matches_a_plain_loop(bake: Bake, tmp_path: Path, layout: str) -> None:
+    project, (nproc, sizes) = bake(parallelism="mesh", task="language"), LAYOUTS[layout]
+    words = ["train", *arguments("language", **sizes), "--run.dir", tmp_path / "run"]
+    launch(project, *words, nproc=nproc)
+    assert_matches(tmp_path / "run", expected(project, "language"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "parallelism", ["ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.weekly) for name in REWRITTEN)]

@@ -5,6 +5,9 @@ One process takes a step as one of N ranks. Its tensors have shapes but no value
 """
 
 import math
+#:: if fact("caches_groups") ::#
+from concurrent.futures import ProcessPoolExecutor
+#:: endif ::#
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -37,7 +40,11 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
     #:: endif ::#
     print(f"{'GiB':9}", *(f"{name:>11}" for name in COLUMNS))
     for rank in ranks:
+        #:: if fact("caches_groups") ::#
+        sizes = [size / GIB for size in pool.submit(simulate, config, world_size, rank).result()]
+        #:: else ::#
         sizes = [size / GIB for size in simulate(config, world_size, rank)]
+        #:: endif ::#
         print(f"rank {rank:<4}", *(f"{size:11.4g}" for size in sizes), flush=True)
         peaks.append(sizes[-1])
     verdict = "" if memory is None else f" {'fit' if max(peaks) <= memory else 'do not fit'} into {memory:g}"

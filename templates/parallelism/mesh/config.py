@@ -1,0 +1,27 @@
+@dataclass
+class ParallelConfig:
+    """One mesh of ranks: its sizes; the ranks that are left over shard each parameter, as under FSDP."""
+
+    pipeline: int = 1
+    """Stages of consecutive blocks, which pass micro-batches on; 1: each rank has a part of all blocks."""
+    tensor: int = 1
+    """Ranks that share each layer, as in plan.py, and read the same samples; keep them inside one machine."""
+    replicas: int = 1
+    """Copies of the model, each sharded over an equal number of ranks: several machines may each hold one."""
+
+    def dp_size(self, world_size: int) -> int:
+        """Return the number of local batches that the global batch is split into: one per replica and shard."""
+        return world_size // (self.pipeline * self.tensor)
+
+    def check(self, config: "Config", world_size: int) -> None:
+        """Reject sizes that do not divide the ranks or the heads, and what a schedule cannot run."""
+        train, heads = config.train, getattr(config.model, "heads", self.tensor)
+        if world_size % (self.pipeline * self.tensor * self.replicas):
+            sizes = f"parallel.pipeline x tensor x replicas is {self.pipeline} x {self.tensor} x {self.replicas}"
+            raise UserError(f"{sizes}, which does not divide {world_size} rank(s)")
+        if heads % self.tensor:
+            raise UserError(f"model.heads is {heads}, which does not divide into {self.tensor} shards: give a multiple")
+        if train.allow_unused and self.dp_size(world_size) > 1:
+            raise UserError("train.allow_unused does not work with several local batches; it takes parallel.pipeline")
+        if train.precision == "fp16":
+            raise UserError("train.precision is fp16, whose scaler would skip steps on some ranks alone; give bf16")

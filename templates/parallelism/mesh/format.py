@@ -1,0 +1,3 @@
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/format.py" ::#
+#:: endfilter ::#

@@ -1,0 +1,154 @@
+"""One mesh of ranks: pipeline, tensor and fully sharded data parallelism together.
+
+Ranks that differ in a dimension have, outermost first:
+
+    pipeline    other blocks: micro-batches pass from one to the next
+    replicate   copies: gradients are averaged
+    shard       shards of each parameter: gathered during a step
+    tensor      parts of each layer, by ``plan.py``: activations are all-reduced
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from logging import getLogger
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only  # Private; optree has them.
+from torch.utils.checkpoint import checkpoint
+
+from .config import Config, ModelConfig, UserError
+from .distributed import Process, seed_everything
+from .loader import split_batch
+from .model import build_model
+from .plan import tensor_plan
+from .sharded import Checkpointer as Checkpointer
+
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # Nothing changes them in place.
+getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns that saving gathers twice.
+getLogger("torch.distributed.pipelining.schedules").disabled = True  # It would print inputs.
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch.
+
+
+class Parallel:
+    """This rank's part of the model."""
+
+    def __init__(self, config: Config, process: Process) -> None:
+        self.process, self.device, kind = process, process.device, process.device.type
+        self.config, self.microbatches = config.parallel, config.train.microbatches
+        self.scaler = torch.amp.GradScaler(kind, enabled=False)
+        self.dp_size = self.config.dp_size(process.world_size)
+        replicas, tensor = self.config.replicas, self.config.tensor
+        shape = (self.config.pipeline, replicas, self.dp_size // replicas, tensor)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+        self.group = mesh.get_group("pipeline")
+        self.dp_group, _ = dist.new_subgroups(self.dp_size * tensor)
+        self.position, rank = divmod(process.rank, self.dp_size * tensor)
+        self.dp_rank, self.tensor_rank = divmod(rank, tensor)
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        # Blocks compute in it; shards stay in fp32.
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        data = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
+        shard = partial(fully_shard, mesh=data, mp_policy=policy, reshard_after_forward=False)
+        self.outline = Outline(config.model, self.config.pipeline, dtype)
+        if tensor > 1 and not any(map(tensor_plan, self.outline.model)):
+            raise UserError("plan.py shards no layer; set parallel.tensor to 1")
+        seed_everything(config.run.seed)  # The outline may draw too.
+        stages, numbers = self.outline.stages, iter(self.outline.stages)
+
+        def wrap(block: nn.Module) -> nn.Module:
+            if next(numbers) != self.position:
+                return block.to("meta")
+            prepare_block(block.to(self.device), config, mesh["tensor"])
+            shard(block)
+            return block
+
+        first = stages.index(self.position)
+        blocks: Any = build_model(config.model, wrap)[first : first + stages.count(self.position)]
+        self.module = blocks
+        self.stage = Stage(blocks, is_last=self.position == stages[-1])
+        shard(self.stage)  # For the schedule.
+        self.schedule = self.forms = cast(Any, None)
+
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/forward_backward.py" ::#
+#:: endfilter ::#
+        batches = split_batch((inputs, targets), self.microbatches)
+        if (forms := self.outline.trace(batches[0][0])) is not self.forms:
+            form, output, count = forms[self.position], forms[self.position + 1], self.config.pipeline
+            stage = PipelineStage(self.stage, self.position, count, self.device, form, output, group=self.group)
+            # GPipe keeps the activations of all micro-batches, 1F1B those of one per stage.
+            kind: Any = Schedule1F1B if self.microbatches >= count else ScheduleGPipe
+            self.schedule = kind(stage, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
+            self.forms = forms
+        # Ranks that share layers draw the same: dropout is equal where activations are.
+        torch.manual_seed(torch.initial_seed() + self.position)
+        self.mean_loss = mean_loss
+        self.targets = [targets for _, targets in batches]
+        self.stage.inputs = [inputs for inputs, _ in batches] if self.position == 0 else []
+        ids = torch.arange(self.microbatches)
+        self.schedule.step(*[ids] * (self.position == 0), target=ids if self.stage.is_last else None)
+
+    def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
+        """Return a micro-batch's part of the mean loss."""
+        return self.mean_loss(self.stage.outputs, self.targets[int(number)])
+
+    def predict(self, inputs: Any) -> Any:
+        """Return this rank's outputs, or None if another rank has them; a collective."""
+        x, self.stage.inputs = inputs, []
+        if self.position > 0:
+            x = torch.empty_like(self.outline.trace(inputs)[self.position], device=self.device)
+            dist.recv(x, group=self.group, group_src=self.position - 1)
+        x = self.stage(x)
+        if not self.stage.is_last:
+            dist.send(x, group=self.group, group_dst=self.position + 1)
+        for block in self.module:
+            block.reshard()  # There is no backward.
+        return self.stage.outputs if self.stage.is_last and self.tensor_rank == 0 else None
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the norm of the whole model's gradient; returns the norm before."""
+        gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
+        planned = [g for g in gradients if "tensor" in g.device_mesh.mesh_dim_names]
+        split = [g for g in planned if not g.placements[-1].is_replicate()]
+        counted = split if self.tensor_rank > 0 else gradients  # Each of the others counts once.
+        own = nn.utils.get_total_norm([g.to_local() for g in counted]).to(self.device)
+        norms = [torch.empty_like(own) for _ in range(self.process.world_size)]
+        dist.all_gather(norms, own)  # Summed in one order on all.
+        norm = torch.stack(norms).norm() / self.config.replicas**0.5
+        for gradient in gradients:
+            gradient.to_local().mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        return norm
+
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/buffers.py" ::#
+
+#:: include "parallelism/shared/stage_state.py" ::#
+#:: endfilter ::#
+
+
+#:: include "parallelism/shared/stage.py" ::#
+
+
+#:: include "parallelism/shared/outline.py" ::#
+
+
+def prepare_block(block: nn.Module, config: Config, mesh: DeviceMesh) -> None:
+    """Shard a block's layers by its plan; recompute and compile it if the settings say so."""
+#:: filter indent(4, true) ::#
+#:: include "parallelism/shared/layer_steps.py" ::#
+#:: include "parallelism/shared/block_steps.py" ::#
+#:: endfilter ::#

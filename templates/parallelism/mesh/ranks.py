@@ -1,0 +1,3 @@
+ranks = range(0, world_size, world_size // config.parallel.pipeline)  # One of each position.
+peaks = list[float]()
+pool = ProcessPoolExecutor(1, max_tasks_per_child=1)  # DTensor caches the groups of a rank.
