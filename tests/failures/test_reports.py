@@ -161,6 +161,7 @@ def load(run_dir: Path) -> dict[str, Any]:
 EXPANDED = add(STEM, "        self.register_buffer('scale', self.norm.weight.detach()[:1].expand(4))\n")
 SHORT = add(STEM, "        self.register_buffer('scale', self.norm.weight.detach().short())\n")
 LAMBDA = add(LOADED, "        self.crop = lambda image: image\n")
+NO_PLAN = {("plan.py", "isinstance(block, Head)"): "not isinstance(block, nn.Module)"}
 BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
 
 
@@ -179,6 +180,8 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
             "parallel.replicas x parallel.tensor is 1 x 3, which does not divide 2",
         ),
         ("pipeline", {}, ["--parallel.replicas=3"], "parallel.pipeline x parallel.replicas is 1 x 3, which does not"),
+        ("mesh", {}, ["--parallel.tensor=3"], "parallel.pipeline x tensor x replicas is 1 x 3 x 1, which does not"),
+        ("mesh", NO_PLAN, ["--parallel.tensor=2"], "plan.py shards no layer; set parallel.tensor to 1"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(

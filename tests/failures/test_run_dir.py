@@ -237,7 +237,9 @@ def test_another_batch_size_is_refused_in_the_middle_of_a_run(bake: Bake) -> Non
     )
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", pytest.param("tensor", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(
+    "parallelism", ["fsdp", "pipeline", *(pytest.param(each, marks=pytest.mark.weekly) for each in ("tensor", "mesh"))]
+)
 def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     launch(project, *SMALL, "--run.dir", "whole")
@@ -303,11 +305,12 @@ def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
     assert len(traces) == 2 and all(len(trace["traceEvents"]) > 100 for trace in traces)
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor"])
+@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor", "mesh"])
 def test_an_estimate_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: str) -> None:
     project, weights = bake(parallelism=parallelism, task="language"), []
-    for ranks in ("1", "2"):
-        words = ("estimate", "--ranks", ranks, "--memory", "1")
+    sizes = ["--parallel.pipeline", "2", "--parallel.tensor", "2"] if parallelism == "mesh" else []
+    for ranks in (1, 2):
+        words = ("estimate", "--ranks", str(4 * ranks if sizes else ranks), "--memory", "1", *sizes)
         out = launch(project, *words).stdout
         assert "fit into 1; not counted" in out
         rows = [line.split() for line in out.splitlines() if line.startswith("rank")]

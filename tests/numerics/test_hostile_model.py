@@ -36,7 +36,8 @@ SETTINGS = {
 WORDS = ["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value)))]
 STRATEGIES = CHOICES["parallelism"]
 # What splits blocks, or moves them to several devices.
-SPLITS_BLOCKS = ("fsdp", "model_parallel", "pipeline", "tensor")
+SPLITS_BLOCKS = ("fsdp", "model_parallel", "pipeline", "tensor", "mesh")
+LAYOUTS = {"mesh": ["--parallel.pipeline", "2", "--parallel.tensor", "2"]}
 
 
 def nproc_of(strategy: str) -> int:
@@ -70,13 +71,14 @@ def reference(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def test_a_killed_run_resumes_bitwise(baked: Bake, reference: dict[str, Any], tmp_path: Path, strategy: str) -> None:
     project, nproc = hostile(baked, strategy), nproc_of(strategy)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    launch(project, *WORDS, "--run.dir", whole, nproc=nproc)
-    words = (project / "scripts/launch.sh", *WORDS, "--run.dir", killed)
+    settings = [*WORDS, *LAYOUTS.get(strategy, [])]
+    launch(project, *settings, "--run.dir", whole, nproc=nproc)
+    words = (project / "scripts/launch.sh", *settings, "--run.dir", killed)
     with started(*words, cwd=project, NPROC=str(nproc), MARK=str(tmp_path)) as launcher:
         wait_until(lambda: (killed / "checkpoints" / "step-00000006.pt").exists() or launcher.poll(), "step 6")
         for pid in find_processes(f"MARK={tmp_path}"):
             os.kill(pid, signal.SIGKILL)
-    launch(project, *WORDS, "--run.dir", killed, nproc=nproc)
+    launch(project, *settings, "--run.dir", killed, nproc=nproc)
     ours, theirs = content(killed), content(whole)
     for name, value in theirs["model"].items():
         assert torch.equal(ours["model"][name], value), name
@@ -95,7 +97,7 @@ def test_a_killed_run_resumes_bitwise(baked: Bake, reference: dict[str, Any], tm
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_shared_weights_stay_shared_or_are_refused_by_name(baked: Bake, tmp_path: Path, strategy: str) -> None:
     project, refused = hostile(baked, strategy, TIED=True), strategy in SPLITS_BLOCKS
-    words = (*WORDS, "--run.dir", tmp_path)
+    words = (*WORDS, *LAYOUTS.get(strategy, []), "--run.dir", tmp_path)
     result = launch(project, *words, nproc=nproc_of(strategy), code=2 if refused else 0)
     if refused:
         assert "linear.weight" in result.stderr and result.stderr.startswith("error: "), result.stderr
@@ -108,8 +110,9 @@ def test_shared_weights_stay_shared_or_are_refused_by_name(baked: Bake, tmp_path
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_unused_parameter_is_refused_by_name_unless_it_may_be(baked: Bake, tmp_path: Path, strategy: str) -> None:
     project, nproc = hostile(baked, strategy, UNUSED=True), nproc_of(strategy)
-    result = launch(project, *WORDS, "--run.dir", tmp_path / "refused", nproc=nproc, code=2)
+    words = [*WORDS, *LAYOUTS.get(strategy, [])]
+    result = launch(project, *words, "--run.dir", tmp_path / "refused", nproc=nproc, code=2)
     # Under pipeline parallelism, only one rank has the parameter, and the others name that rank and its reason.
     assert all("head.unused" in line for line in result.stderr.splitlines()) and result.stderr, result.stderr
-    launch(project, *WORDS, "--run.dir", tmp_path / "run", "--train.allow_unused", "true", nproc=nproc)
+    launch(project, *words, "--run.dir", tmp_path / "run", "--train.allow_unused", "true", nproc=nproc)
     assert not content(tmp_path / "run")["model"]["head.unused"].any()

@@ -70,6 +70,8 @@ def refused(task: str) -> set[str]:
 def is_weekly(parallelism: str, task: str, nproc: int) -> bool:
     """Return whether a case is left to the weekly run; each strategy is tried on 2 and on 4 ranks every time."""
     is_default = (parallelism, task) == ("ddp", "digits")
+    if parallelism == "mesh":  # Which is fsdp by default; LAYOUTS has more.
+        return True
     return not is_default and parallelism != "data_parallel" and nproc != (4 if task == "digits" else 2)
 
 
@@ -156,6 +158,7 @@ def test_a_compiled_or_recomputed_run_matches_a_plain_loop(
 RARE = {
     "fsdp": {"parallel.reshard_after_forward": "false"},
     "pipeline": {"parallel.schedule": "LoopedBFS"},
+    "mesh": {"parallel.pipeline": 2},
 }
 
 # Writes whether blocks free their weights after forward, which changes no number.
@@ -175,7 +178,7 @@ if "RANK" in os.environ:
 def test_a_run_that_changes_its_strategy_matches_a_plain_loop(bake: Bake, tmp_path: Path, task: str) -> None:
     folder, spy = tmp_path / "run", tmp_path / "sitecustomize.py"
     spy.write_text(SPY)
-    strategies = [each for each in ("ddp", "fsdp", "pipeline", "tensor", "ddp") if each not in refused(task)]
+    strategies = [each for each in ("ddp", "fsdp", "pipeline", "tensor", "mesh", "ddp") if each not in refused(task)]
     for number, parallelism in enumerate(strategies, start=1):
         project = bake(str(number), parallelism=parallelism, task=task)
         words = arguments(task, **{"train.max_steps": STEPS * number // len(strategies)}, **RARE.get(parallelism, {}))

@@ -23,6 +23,7 @@ WEEKLY = [
     {"launcher": "spawn", "parallelism": "model_parallel"},
     {"parallelism": "pipeline", "task": "language"},
     {"parallelism": "tensor"},
+    {"parallelism": "mesh", "task": "language"},
     {"parallelism": "data_parallel"},
     {"task": "control"},
 ]

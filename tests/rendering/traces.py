@@ -16,6 +16,7 @@ TRACES: dict[tuple[str, object], str] = {
     ("parallelism", "pipeline"): r"pipelin|1F1B|GPipe|(?<!stager\.)\bstages?\b",
     ("parallelism", "tensor"): r"tensor.parallel|tensor_plan|rowwise|plan\.py",
     ("parallelism", "data_parallel"): r"nn\.DataParallel",
+    ("parallelism", "mesh"): r"mesh of ranks",
     ("task", "digits"): r"\bUCI\b|\bdigits\b|accuracy|pixel|GroupNorm",
     ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|\bGPT\b",
     ("task", "control"): r"gymnasium|CartPole|gae_lambda|advantages?\b|\bepisodes?\b",
@@ -34,6 +35,7 @@ TRACES: dict[tuple[str, object], str] = {
 }
 # Pairs (choice, other) where a project may name the other one, because it builds on it or explains the difference.
 ALLOWED = {("model_parallel", "ddp"), ("data_parallel", "ddp"), ("pipeline", "fsdp"), ("tensor", "fsdp")}
+ALLOWED |= {("mesh", part) for part in ("fsdp", "pipeline", "tensor")}
 # Files that are the same under all choices of a question, and serve each of them.
 COMMON = {
     (".gitignore", "cluster"),
