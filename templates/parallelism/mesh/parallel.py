@@ -98,16 +98,16 @@ class Parallel:
         self.mean_loss = mean_loss
         self.targets = [targets for _, targets in batches]
         self.stage.inputs = [inputs for inputs, _ in batches] if self.position == 0 else []
-        ids = torch.arange(self.microbatches)
+        ids = torch.arange(self.microbatches, device=self.device)
         self.schedule.step(*[ids] * (self.position == 0), target=ids if self.stage.is_last else None)
 
-    def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
+    def compute_loss(self, *_: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss."""
-        return self.mean_loss(self.stage.outputs, self.targets[int(number)])
+        return self.mean_loss(self.stage.outputs, self.targets.pop(0))
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
-        x, self.stage.inputs = inputs, []
+        x = inputs
         if self.position > 0:
             x = torch.empty_like(self.outline.trace(inputs)[self.position], device=self.device)
             dist.recv(x, group=self.group, group_src=self.position - 1)

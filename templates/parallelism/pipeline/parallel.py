@@ -81,7 +81,7 @@ class Parallel:
             self.build_schedule(forms)
         torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
         self.targets, self.mean_loss = [targets for _, targets in batches], mean_loss
-        ids = torch.arange(self.microbatches)
+        ids = torch.arange(self.microbatches, device=self.device)
         if first := self.stages.get(0):
             first.inputs = [inputs for inputs, _ in batches]
         self.schedule.step(*[ids] * (first is not None), target=ids if self.last in self.stages else None)
@@ -95,9 +95,9 @@ class Parallel:
         self.schedule = kind(own, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
         self.forms = forms
 
-    def compute_loss(self, _: Tensor, number: Tensor) -> Tensor:
+    def compute_loss(self, *_: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss; called after the last stage."""
-        return self.mean_loss(self.stages[self.last].outputs, self.targets[int(number)])
+        return self.mean_loss(self.stages[self.last].outputs, self.targets.pop(0))
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -106,7 +106,6 @@ class Parallel:
             if index > 0 and index - 1 not in self.stages:
                 x = torch.empty_like(forms[index], device=self.device)
                 dist.recv(x, group=group, group_src=self.owners[index - 1])
-            stage.inputs = []
             x = stage(x)
             if index < self.last and index + 1 not in self.stages:
                 dist.send(x, group=group, group_dst=self.owners[index + 1])

@@ -14,14 +14,12 @@ def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     code there must not depend on their number, and parameters there must be sharded too.
     """
     if isinstance(block, Embedding):
-        # Each rank looks up some tokens; a sum over the ranks gives them all.
-        return {"byte": RowwiseParallel(input_layouts=Replicate())}
+        return {"byte": RowwiseParallel(input_layouts=Replicate())}  # Each rank looks up some tokens.
     if isinstance(block, Block):
         # Each rank computes some heads and some hidden features. The rows of qkv are ordered by head, so that a shard
         # of them is whole heads. The shortcuts add sums over the ranks.
         columns, rows = ColwiseParallel(), RowwiseParallel()
         return {"qkv": columns, "out": rows, "up": columns, "down": rows}
     if isinstance(block, Head):
-        # Each rank computes the logits of some bytes, and gathers the others.
-        return {"linear": ColwiseParallel(output_layouts=Replicate())}
+        return {"linear": ColwiseParallel(output_layouts=Replicate())}  # Each rank computes the logits of some.
     return {}
