@@ -142,3 +142,11 @@ def test_each_choice_has_a_folder_and_no_folder_is_without_a_choice() -> None:
     for question in PARTS.iterdir():
         assert question.name in CHOICES
         assert {folder.name for folder in question.iterdir()} <= {*map(str, CHOICES[question.name]), "shared"}
+
+
+@pytest.mark.parametrize("path", sorted((PARTS / "parallelism" / "shared").glob("*.py")), ids=lambda path: path.stem)
+def test_a_part_of_a_class_names_the_attributes_that_it_uses(path: Path) -> None:
+    text = path.read_text()
+    used = sorted({*re.findall(r"self\.(\w+)", text)})
+    stated = re.match(r"#// A part of Parallel, which has (.*)\. //#\n", text)
+    assert (stated[1].split(", ") if stated else []) == ([] if "class " in text else used)

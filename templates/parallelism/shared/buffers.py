@@ -1,3 +1,4 @@
+#// A part of Parallel, which has dp_group, module. //#
 def average_buffers(self) -> None:
     """Average BatchNorm's running statistics over ranks that have seen other samples."""
     for name, statistics in self.module.named_buffers():

@@ -1,3 +1,4 @@
+#// A part of Parallel, which has module. //#
 def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
     """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
     options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,3 +1,4 @@
+#// A part of Parallel, which has dp_group, module, outline, process. //#
 def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
     """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
     rank, group, size = self.process.rank, self.process.cpu_group, dist.get_world_size(self.dp_group)
