@@ -1,7 +1,7 @@
 """Does it fit? The memory of a step on a rank: ``scripts/launch.sh estimate --ranks 64 --memory 80``.
 
 One process takes a step as one of N ranks. Its tensors have shapes but no values, by FakeTensorMode, which is private
-(without it, delete this file). Activations include buffers, messages and gathered weights, at the peak.
+(without it, delete this file). Activations include buffers, messages and gathered weights.
 """
 
 import math
@@ -48,7 +48,7 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
         print(f"rank {rank:<4}", *(f"{size:11.4g}" for size in sizes), flush=True)
         peaks.append(sizes[-1])
     verdict = "" if memory is None else f" {'fit' if max(peaks) <= memory else 'do not fit'} into {memory:g}"
-    print(f"{max(peaks):.4g} GiB{verdict}; not counted: CUDA, NCCL, workspaces, fragmentation")
+    print(f"{max(peaks):.4g} GiB{verdict}; not counted: CUDA, NCCL, fragmentation. Gradients may follow a peak.")
 
 
 class Ledger(FakeTensorMode):
