@@ -16,7 +16,7 @@ TEXT = f"""# One result, however the work is split
 The largest relative deviations in {STEPS} steps from a loop in one process that splits nothing (tests/plain.py), and
 their bounds. In bf16 and fp16: from the first split in that precision, and twice the deviation of its micro-batches,
 another order of the same sums. Resumed runs are equal bit by bit, evaluations to 1e-5. If a test does not hold, the
-result depends on the split; `pytest tests/test_experiment.py` names in words on what.
+result depends on the split; `.venv/bin/pytest tests/test_experiment.py` names in words on what.
 """
 
 rows = []

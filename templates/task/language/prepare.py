@@ -1,7 +1,7 @@
 """Write texts as one file of tokens, which dataset.path takes, with a description of its tokens:
 
-python scripts/prepare.py data/code.bin src/*/*.py
-python scripts/prepare.py data/mixture.bin code/*.py --mix 0.5 mail/*.txt --mix 2 poems/*.txt --tokenizer tokenizer.json
+.venv/bin/python scripts/prepare.py data/code.bin src/*/*.py
+.venv/bin/python scripts/prepare.py data/mix.bin code/*.py --mix 0.5 mail/*.txt --mix 2 poems/*.txt --tokenizer bpe.json
 
 Each file is a document, or with --lines each line. Tokens are bytes, or those of a file of the package tokenizers. The
 documents of a mixture are spread evenly over the file, so the test set, which is its end, has some of each.
