@@ -46,7 +46,8 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
 @torch.no_grad()
 def act(model: nn.Module, config: Any, step: int, number: int) -> list[Tensor]:
     """Return observations, actions, their log probabilities, advantages and returns of the steps in one environment."""
-    settings, seed, episode, ended, rows = config.dataset, config.run.seed, 0, True, []
+    settings, seed = config.dataset, config.run.seed
+    episode, ended, rows = 0, True, []
     environment = gymnasium.make(config.model.environment)
     generator = torch.Generator().manual_seed(hashed(seed, "act", step, number))
     for uniform in torch.rand(settings.steps, generator=generator):
