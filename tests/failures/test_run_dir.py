@@ -89,7 +89,7 @@ def test_a_full_disk_costs_no_checkpoint_that_was_complete(bake: Bake, paralleli
     *first, last = err.splitlines()
     assert all("disk full?" in line for line in (*first, last)) and "the run continues" not in last, err
     assert len(first) == (1 if words else 0) and all("the run continues" in line for line in first), err
-    assert [name for name in names(project) if not name.endswith(".dcp.tmp")] == before  # Which the next save replaces.
+    assert [name for name in names(project) if not name.endswith(".dcp.tmp")] == before  # The next start removes it.
     train(project, *words)
     assert read_losses(project / "run")[:4] == losses and len(read_losses(project / "run")) == STEPS
 

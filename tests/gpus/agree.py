@@ -48,6 +48,8 @@ def layout(parallelism: str) -> tuple[int, list[str]]:
     """Return how many ranks of a strategy use this machine's devices, and its settings."""
     if parallelism == "model_parallel":  # On one device, that holds both parts.
         return max(1, RANKS // 2), ["--parallel.devices", str(min(2, COUNT))]
+    if parallelism == "mesh" and RANKS == 4:
+        return RANKS, ["--parallel.pipeline", "2", "--parallel.tensor", "2"]
     return (1 if parallelism == "data_parallel" else RANKS), []
 
 

@@ -16,7 +16,7 @@ TRACES: dict[tuple[str, object], str] = {
     ("parallelism", "pipeline"): r"pipelin|1F1B|GPipe|(?<!stager\.)\bstages?\b",
     ("parallelism", "tensor"): r"tensor.parallel|tensor_plan|rowwise|plan\.py",
     ("parallelism", "data_parallel"): r"nn\.DataParallel",
-    ("parallelism", "mesh"): r"mesh of ranks",
+    ("parallelism", "mesh"): r"mesh of ranks|\"pipeline\", \"replicate\", \"shard\", \"tensor\"",
     ("task", "digits"): r"\bUCI\b|\bdigits\b|accuracy|pixel|GroupNorm",
     ("task", "language"): r"bits.per.byte|\bgenerate\b|standard library|perplexity|\bGPT\b",
     ("task", "control"): r"gymnasium|CartPole|gae_lambda|advantages?\b|\bepisodes?\b",

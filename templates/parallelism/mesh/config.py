@@ -1,6 +1,6 @@
 @dataclass
 class ParallelConfig:
-    """One mesh of ranks: its sizes; the ranks that are left over shard each parameter, as under FSDP."""
+    """One mesh of ranks: its sizes; what is left over shards each parameter, which is gathered for a step."""
 
     pipeline: int = 1
     """Stages of consecutive blocks, which pass micro-batches on; 1: each rank has a part of all blocks."""
@@ -14,7 +14,7 @@ class ParallelConfig:
         return world_size // (self.pipeline * self.tensor)
 
     def check(self, config: "Config", world_size: int) -> None:
-        """Reject sizes that do not divide the ranks or the heads, and what a schedule cannot run."""
+        """Reject sizes that do not divide the ranks or the heads, and what does not work here."""
         train, heads = config.train, getattr(config.model, "heads", self.tensor)
         if world_size % (self.pipeline * self.tensor * self.replicas):
             sizes = f"parallel.pipeline x tensor x replicas is {self.pipeline} x {self.tensor} x {self.replicas}"
@@ -22,6 +22,6 @@ class ParallelConfig:
         if heads % self.tensor:
             raise UserError(f"model.heads is {heads}, which does not divide into {self.tensor} shards: give a multiple")
         if train.allow_unused and self.dp_size(world_size) > 1:
-            raise UserError("train.allow_unused does not work with several local batches; it takes parallel.pipeline")
+            raise UserError("train.allow_unused needs one local batch: parallel.pipeline x tensor ranks")
         if train.precision == "fp16":
             raise UserError("train.precision is fp16, whose scaler would skip steps on some ranks alone; give bf16")

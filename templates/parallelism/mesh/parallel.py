@@ -1,6 +1,6 @@
 """One mesh of ranks: pipeline, tensor and fully sharded data parallelism together.
 
-Ranks that differ in a dimension have, outermost first:
+Ranks that differ in a dimension have:
 
     pipeline    other blocks: micro-batches pass from one to the next
     replicate   copies: gradients are averaged
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only  # Private; optree has them.
@@ -36,10 +36,10 @@ from .model import build_model
 from .plan import tensor_plan
 from .sharded import Checkpointer as Checkpointer
 
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # Nothing changes them in place.
-getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns that saving gathers twice.
-getLogger("torch.distributed.pipelining.schedules").disabled = True  # It would print inputs.
-NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # Nothing changes outputs in place.
+getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns of saving.
+getLogger("torch.distributed.pipelining.schedules").disabled = True  # It prints inputs.
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # For inputs.
 
 
 class Parallel:
@@ -72,10 +72,11 @@ class Parallel:
             if next(numbers) != self.position:
                 return block.to("meta")
             prepare_block(block.to(self.device), config, mesh["tensor"])
-            shard(block)
+            # FSDP splits columns where `tensor` splits rows: uneven parts of parts cannot be loaded.
+            shard(block, shard_placement_fn=lambda p: Shard(int(p.ndim > 1 and getattr(p, "placements", 0) == rows)))
             return block
 
-        first = stages.index(self.position)
+        first, rows = stages.index(self.position), (Shard(0),)
         blocks: Any = build_model(config.model, wrap)[first : first + stages.count(self.position)]
         self.module = blocks
         self.stage = Stage(blocks, is_last=self.position == stages[-1])
@@ -89,11 +90,11 @@ class Parallel:
         if (forms := self.outline.trace(batches[0][0])) is not self.forms:
             form, output, count = forms[self.position], forms[self.position + 1], self.config.pipeline
             stage = PipelineStage(self.stage, self.position, count, self.device, form, output, group=self.group)
-            # GPipe keeps the activations of all micro-batches, 1F1B those of one per stage.
+            # 1F1B needs as many micro-batches as stages.
             kind: Any = Schedule1F1B if self.microbatches >= count else ScheduleGPipe
             self.schedule = kind(stage, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
             self.forms = forms
-        # Ranks that share layers draw the same: dropout is equal where activations are.
+        # Ranks that share layers draw alike.
         torch.manual_seed(torch.initial_seed() + self.position)
         self.mean_loss = mean_loss
         self.targets = [targets for _, targets in batches]
@@ -124,7 +125,7 @@ class Parallel:
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         planned = [g for g in gradients if "tensor" in g.device_mesh.mesh_dim_names]
         split = [g for g in planned if not g.placements[-1].is_replicate()]
-        counted = split if self.tensor_rank > 0 else gradients  # Each of the others counts once.
+        counted = split if self.tensor_rank > 0 else gradients  # Others count once.
         own = nn.utils.get_total_norm([g.to_local() for g in counted]).to(self.device)
         norms = [torch.empty_like(own) for _ in range(self.process.world_size)]
         dist.all_gather(norms, own)  # Summed in one order on all.
@@ -147,7 +148,7 @@ class Parallel:
 
 
 def prepare_block(block: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    """Shard a block's layers by its plan; recompute and compile it if the settings say so."""
+    """Shard a block's layers; recompute and compile it if the settings say so."""
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/layer_steps.py" ::#
 #:: include "parallelism/shared/block_steps.py" ::#

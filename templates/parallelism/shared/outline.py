@@ -1,5 +1,5 @@
 class Outline:
-    """The model without values: the stage of each block, and what stages send each other."""
+    """The model without values: each block's stage, and what stages send."""
 
     def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
         wrapped: dict[nn.Module, nn.Module] = {}

@@ -37,12 +37,12 @@ class Checkpointer(checkpoint.Checkpointer):
             return checkpoint.read(path)
         try:
             header = json.loads((path / "header.json").read_text())
-            for name, size in header.pop("sizes", {}).items():
-                if (path / name).stat().st_size != size:
-                    raise ValueError(f"{name} has not the size that it was written with")
-            names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        except (ValueError, EOFError, UnpicklingError) as error:
+            metadata = dcp.FileSystemReader(path).read_metadata()
+        except (FileNotFoundError, ValueError, EOFError, UnpicklingError) as error:
             raise UserError(f"{path} is not a readable checkpoint: {error}") from None
+        sizes, names = {file.name: file.stat().st_size for file in path.iterdir()}, metadata.state_dict_metadata
+        if any(sizes.get(part.relative_path, 0) < part.offset + part.length for part in metadata.storage_data.values()):
+            raise UserError(f"{path} is not a readable checkpoint: a part of it is damaged or missing")
         stateful = {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in names}
         return header | {"shards": str(path), "stateful": stateful}
 
@@ -67,7 +67,7 @@ class Checkpointer(checkpoint.Checkpointer):
         """Save the run in the format; of a sharded checkpoint, a thread of each rank writes what the rank holds."""
         if self.config.checkpoint.format == "full":
             return super().save(progress)
-        header = self.prepare(progress)
+        header = json.dumps(self.prepare(progress))
         final = self.folder / f"step-{progress['step']:08d}.dcp"
         unfinished = final.with_suffix(".dcp.tmp")
         if self.stager is None or torch.__version__ < "2.13":  # There, a stager is used once.
@@ -76,7 +76,7 @@ class Checkpointer(checkpoint.Checkpointer):
         content = self.stager.stage(local_state(self.parallel.module, self.optimizer))
         self.pending = self.writer.submit(self.write_shards, content, header, unfinished, final)
 
-    def write_shards(self, content: Any, header: Any, unfinished: Path, final: Path) -> None:
+    def write_shards(self, content: Any, header: str, unfinished: Path, final: Path) -> None:
         """Write this rank's part; the folder gets its name when all is written."""
         try:
             writer = dcp.FileSystemWriter(unfinished, per_thread_copy_ahead=0)  # Else it would wait for the device.
@@ -84,8 +84,7 @@ class Checkpointer(checkpoint.Checkpointer):
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"{final} was not written; disk full? {str(error).splitlines()[-1]}") from None
         if self.process.rank == 0:
-            header["sizes"] = {path.name: path.stat().st_size for path in unfinished.iterdir()}
-            checkpoint.write_atomically(unfinished / "header.json", json.dumps(header))
+            checkpoint.write_atomically(unfinished / "header.json", header)
             os.replace(unfinished, final)
 
 

@@ -9,7 +9,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         if self.inputs:
-            x = self.inputs.pop(0)  # In order: to read a number would wait.
+            x = self.inputs.pop(0)  # They come in order.
         elif torch.is_grad_enabled():
             x = x.view_as(x)
             x.register_hook(Tensor.contiguous)  # Only such gradients can be sent.

@@ -69,7 +69,7 @@ class Parallel:
         self.module = build_model(config.model, wrap)
         for block in blocks:  # Once more: the model may share parameters later.
             refuse_shared(block, seen)
-        if not any(is_split(p) for p in self.module.parameters()):
+        if not any(map(tensor_plan, blocks)):
             raise UserError("plan.py shards no layer, so its ranks would compute the same")
         self.fsdp = shard(self.module)
         self.head = cast(FSDPModule, blocks[-1])
