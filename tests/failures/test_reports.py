@@ -135,7 +135,7 @@ def test_mistakes_in_settings_are_named_before_pytorch_is_imported(bake: Bake) -
 def test_what_this_machine_cannot_do_is_refused(bake: Bake) -> None:
     project = bake()
     assert "run.dir is README.md/run, but " in refuse(project, BELOW_A_FILE)
-    err = launch(project, "train", "--distributed.backend=nccl", "--distributed.device=cpu", code=2).stderr
+    err = launch(project, "train", "--distributed.backend=nccl", "--distributed.device=cpu", nproc=1, code=2).stderr
     assert re.match("error: .*(have NCCL|no GPUs)", err) and "Traceback" not in err, err
     (package,) = (project / "src").iterdir()
     command = [BIN / "python", "-m", package.name, "--preflight"]
