@@ -96,8 +96,7 @@ class Parallel:
             self.forms = forms
         # Ranks that share layers draw alike.
         torch.manual_seed(torch.initial_seed() + self.position)
-        self.mean_loss = mean_loss
-        self.targets = [targets for _, targets in batches]
+        self.targets, self.mean_loss = [targets for _, targets in batches], mean_loss
         self.stage.inputs = [inputs for inputs, _ in batches] if self.position == 0 else []
         ids = torch.arange(self.microbatches, device=self.device)
         self.schedule.step(*[ids] * (self.position == 0), target=ids if self.stage.is_last else None)
@@ -125,13 +124,14 @@ class Parallel:
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         planned = [g for g in gradients if "tensor" in g.device_mesh.mesh_dim_names]
         split = [g for g in planned if not g.placements[-1].is_replicate()]
-        counted = split if self.tensor_rank > 0 else gradients  # Others count once.
+        counted = split if self.tensor_rank > 0 else gradients  # Each once.
         own = nn.utils.get_total_norm([g.to_local() for g in counted]).to(self.device)
         norms = [torch.empty_like(own) for _ in range(self.process.world_size)]
         dist.all_gather(norms, own)  # Summed in one order on all.
         norm = torch.stack(norms).norm() / self.config.replicas**0.5
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)
         for gradient in gradients:
-            gradient.to_local().mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+            gradient.to_local().mul_(scale)
         return norm
 
 #:: filter indent(4, true) ::#
