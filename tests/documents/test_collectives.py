@@ -35,16 +35,18 @@ def test_stacks_show_which_rank_the_others_wait_for(tmp_path: Path) -> None:
     started_all = "if rank != 2:\n"
     assert program.count(started_all) == 1
     program = "import faulthandler\n" + program.replace(
-        started_all, f"faulthandler.dump_traceback_later(1)\n{started_all}"
+        started_all,
+        # In a file of each rank: in one, the lines of several would mix.
+        f"faulthandler.dump_traceback_later(1, repeat=True, file=open(f'stack{{rank}}', 'w'))\n{started_all}",
     )
     (tmp_path / "hang.py").write_text(program)
-    stacks = tmp_path / "stacks"
-    with started("bash", "-c", f"exec env {command.strip()} 2>stacks >lines", cwd=tmp_path) as launcher:
-        wait_until(
-            lambda: stacks.exists() and len(re.findall(" in (average|load_batch)$", stacks.read_text(), re.M)) == 4,
-            "four stacks",
-        )
-        assert len(re.findall(" in average$", stacks.read_text(), re.MULTILINE)) == 3
+
+    def waits_in(name: str) -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("stack?") if f" in {name}\n" in path.read_text())
+
+    with started("bash", "-c", f"exec env {command.strip()} >lines", cwd=tmp_path) as launcher:
+        wait_until(lambda: len(waits_in("average")) + len(waits_in("load_batch")) == 4, "four stacks")
+        assert waits_in("average") == ["stack0", "stack1", "stack3"] and waits_in("load_batch") == ["stack2"]
         if (BIN / "py-spy").exists():
             dump = spy.splitlines()[1].replace("$(pgrep -of hang.py)", str(launcher.pid))
             printed = run("bash", "-c", dump, cwd=tmp_path).stdout
