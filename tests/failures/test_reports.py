@@ -179,9 +179,9 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
             ["--parallel.tensor=3"],
             "parallel.replicas x parallel.tensor is 1 x 3, which does not divide 2",
         ),
+        ("tensor", NO_PLAN, [], "plan.py shards no layer"),
         ("pipeline", {}, ["--parallel.replicas=3"], "parallel.pipeline x parallel.replicas is 1 x 3, which does not"),
         ("mesh", {}, ["--parallel.tensor=3"], "parallel.pipeline x tensor x replicas is 1 x 3 x 1, which does not"),
-        ("mesh", NO_PLAN, ["--parallel.tensor=2"], "plan.py shards no layer; set parallel.tensor to 1"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(
@@ -191,6 +191,17 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     edit(project, changes)
     assert named in refuse(project, *words)
     assert not read_records(project / "run", "train")
+
+
+DROPPED = ("model.py", "        self.up = linear(width, 4 * width)\n")
+
+
+def test_dropout_that_all_shards_would_share_is_refused(bake: Bake) -> None:
+    project = bake(parallelism="tensor", task="language")
+    edit(project, add(DROPPED, "        self.dropout = nn.Dropout(0.0)\n"))
+    launch(project, *SMALL, "--run.dir", "run")
+    edit(project, {("model.py", "nn.Dropout(0.0)"): "nn.Dropout(0.1)"})
+    assert "nn.Dropout drops the same places of all shards" in refuse(project)
 
 
 # mosaicml/composer#1906 (texts) and hpcaitech/ColossalAI#4489 (a class of one's own): each micro-batch would get all.

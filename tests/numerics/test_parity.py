@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from conftest import CHOICES, Bake, launch, launch_and_kill, read_records
+from conftest import CHOICES, Bake, edit, launch, launch_and_kill, read_records
 
 import check_answers
 
@@ -138,6 +139,34 @@ def test_a_mesh_of_several_dimensions_matches_a_plain_loop(bake: Bake, tmp_path:
         words = arguments("language", **sizes, **{"train.max_steps": steps})
         launch(project, "train", *words, "--run.dir", tmp_path / "run", nproc=nproc)
     assert_matches(tmp_path / "run", expected(project, "language"))
+
+
+# A vocabulary that does not divide, and a weight that is a tensor.
+SPLIT_LOSSES = {
+    ("config.py", "vocabulary = 256"): "vocabulary = 301",
+    ("task.py", 'targets.numel() if self.about["end"] < 0 else '): "",
+    ("task.py", '        return {"loss": F.cross_entropy('): "        part = getattr(outputs, 'to_local', lambda: outputs)()\n"
+    "        print(f'{part.shape[-1]} of {outputs.shape[-1]} logits\\n', end='')\n"
+    '        return {"loss": F.cross_entropy(',
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("parallelism", "nproc", "sizes"),
+    [("tensor", 2, {}), ("mesh", 4, {"parallel.tensor": 2, "parallel.pipeline": 2})],
+    ids=["tensor", "mesh"],
+)
+def test_each_rank_computes_the_losses_of_its_part_of_the_logits(
+    bake: Bake, tmp_path: Path, parallelism: str, nproc: int, sizes: dict[str, int]
+) -> None:
+    project = bake(parallelism=parallelism, task="language")
+    edit(project, SPLIT_LOSSES)
+    words = ["train", *arguments("language", **sizes), "--run.dir", tmp_path / "run"]
+    printed = launch(project, *words, nproc=nproc).stdout
+    assert {*re.findall(r"\d+ of 301 logits", printed)} == {"151 of 301 logits", "150 of 301 logits"}
+    settings = COMMON | TASKS["language"]
+    assert_matches(tmp_path / "run", oracle.train(next((project / "src").iterdir()), "language", settings))
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 Ranks that differ in a dimension have:
 
-    pipeline    other blocks: micro-batches pass from one to the next
+    pipeline    other blocks: micro-batches pass through them
     replicate   copies: gradients are averaged
     shard       shards of each parameter: gathered during a step
     tensor      parts of each layer, by ``plan.py``: activations are all-reduced
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only  # Private; optree has them.
 from torch.utils.checkpoint import checkpoint
@@ -36,7 +36,7 @@ from .model import build_model
 from .plan import tensor_plan
 from .sharded import Checkpointer as Checkpointer
 
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # Nothing changes outputs in place.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # None is changed in place.
 getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns of saving.
 getLogger("torch.distributed.pipelining.schedules").disabled = True  # It prints inputs.
 NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # For inputs.
@@ -60,19 +60,18 @@ class Parallel:
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         # Blocks compute in it; shards stay in fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        group = mesh["tensor"]  # Compiled blocks compare it.
         data = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
         shard = partial(fully_shard, mesh=data, mp_policy=policy, reshard_after_forward=False)
         self.outline = Outline(config.model, self.config.pipeline, dtype)
-        if tensor > 1 and not any(map(tensor_plan, self.outline.model)):
-            raise UserError("plan.py shards no layer; set parallel.tensor to 1")
-        seed_everything(config.run.seed)  # The outline may draw too.
+        seed_everything(config.run.seed)  # The outline drew too.
         stages, numbers = self.outline.stages, iter(self.outline.stages)
 
         def wrap(block: nn.Module) -> nn.Module:
             if next(numbers) != self.position:
                 return block.to("meta")
-            prepare_block(block.to(self.device), config, mesh["tensor"])
-            # FSDP splits columns where `tensor` splits rows: uneven parts of parts cannot be loaded.
+            prepare_block(block.to(self.device), config, group)
+            # Not what `tensor` splits: uneven parts of parts cannot be loaded.
             shard(block, shard_placement_fn=lambda p: Shard(int(p.ndim > 1 and getattr(p, "placements", 0) == rows)))
             return block
 
@@ -81,8 +80,9 @@ class Parallel:
         self.module = blocks
         self.stage = Stage(blocks, is_last=self.position == stages[-1])
         shard(self.stage)  # For the schedule.
-        self.schedule = self.forms = cast(Any, None)
+        self.schedule = self.forms = self.loss = cast(Any, None)
 
+    @loss_parallel()  # Of sharded logits.
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
@@ -92,18 +92,15 @@ class Parallel:
             stage = PipelineStage(self.stage, self.position, count, self.device, form, output, group=self.group)
             # 1F1B needs as many micro-batches as stages.
             kind: Any = Schedule1F1B if self.microbatches >= count else ScheduleGPipe
-            self.schedule = kind(stage, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
+            self.schedule = kind(stage, self.microbatches, lambda *_: self.loss(), scale_grads=False)
             self.forms = forms
         # Ranks that share layers draw alike.
         torch.manual_seed(torch.initial_seed() + self.position)
-        self.targets, self.mean_loss = [targets for _, targets in batches], mean_loss
+        rest = [targets for _, targets in batches]
+        self.loss = lambda: mean_loss(self.stage.outputs, rest.pop(0))
         self.stage.inputs = [inputs for inputs, _ in batches] if self.position == 0 else []
         ids = torch.arange(self.microbatches, device=self.device)
         self.schedule.step(*[ids] * (self.position == 0), target=ids if self.stage.is_last else None)
-
-    def compute_loss(self, *_: Tensor) -> Tensor:
-        """Return a micro-batch's part of the mean loss."""
-        return self.mean_loss(self.stage.outputs, self.targets.pop(0))
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -116,7 +113,8 @@ class Parallel:
             dist.send(x, group=self.group, group_dst=self.position + 1)
         for block in self.module:
             block.reshard()  # There is no backward.
-        return self.stage.outputs if self.stage.is_last and self.tensor_rank == 0 else None
+        outputs = tree_map_only(DTensor, DTensor.full_tensor, self.stage.outputs)
+        return outputs if self.stage.is_last and self.tensor_rank == 0 else None
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -127,7 +125,7 @@ class Parallel:
         counted = split if self.tensor_rank > 0 else gradients  # Each once.
         own = nn.utils.get_total_norm([g.to_local() for g in counted]).to(self.device)
         norms = [torch.empty_like(own) for _ in range(self.process.world_size)]
-        dist.all_gather(norms, own)  # Summed in one order on all.
+        dist.all_gather(norms, own)  # Summed in one order.
         norm = torch.stack(norms).norm() / self.config.replicas**0.5
         scale = (max_norm / (norm + 1e-6)).clamp(max=1)
         for gradient in gradients:

@@ -1,3 +1,2 @@
-# One of each position.
-ranks, peaks = range(0, world_size, world_size // config.parallel.pipeline), list[float]()
-pool = ProcessPoolExecutor(1, max_tasks_per_child=1)  # DTensor caches the groups of a rank.
+ranks, peaks = range(0, world_size, world_size // config.parallel.pipeline), list[float]()  # Stages.
+pool = ProcessPoolExecutor(1, max_tasks_per_child=1)  # DTensor caches groups.

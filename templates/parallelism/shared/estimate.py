@@ -95,7 +95,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         optimizer, parameters = build_optimizer(parallel.module, config.optim), [*parallel.module.parameters()]
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-        parallel.clip_grad_norm(1.0)  # The first time, DTensor computes shapes of whole tensors.
+        parallel.clip_grad_norm(1.0)  # At first, DTensor computes shapes of whole tensors.
         optimizer.step()  # Creates its state.
         optimizer.zero_grad()
         ledger.at_peak = {}

@@ -1,6 +1,8 @@
-names = {name for name, _ in block.named_parameters()}
-# All ranks drew the same values, so each keeps its shard.
-parallelize_module(block, mesh, tensor_plan(block) if mesh.size() > 1 else {}, src_data_rank=None)
+names, plan = {name for name, _ in block.named_parameters()}, tensor_plan(block) if mesh.size() > 1 else {}
+if len(plan) > 1 and any(isinstance(layer, nn.Dropout) and layer.p for layer in block.modules()):
+    raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside of them")
+# All ranks drew the same, so each keeps its shard.
+parallelize_module(block, mesh, plan, src_data_rank=None)
 for name, _ in block.named_parameters():
     if name not in names:
-        raise UserError(f"{name} of the {type(block).__name__} is shared, and plan.py shards it; use a copy")
+        raise UserError(f"{name} is shared, and plan.py shards it; use a copy")

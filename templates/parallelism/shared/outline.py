@@ -8,7 +8,7 @@ class Outline:
         if type(self.model) is not nn.Sequential or [*self.model] != [*wrapped]:
             raise UserError("a pipeline needs an nn.Sequential of what build_model wraps")
         if count > (blocks := len(self.model)):
-            raise UserError(f"{blocks} blocks are too few for {count} stages; use fewer stages")
+            raise UserError(f"{blocks} blocks are too few for {count} stages; use fewer")
         self.stages, self.dtype = [number * count // blocks for number in range(blocks)], dtype
         self.names, self.forms = {*self.model.state_dict()}, dict[Any, dict[int, Tensor]]()
         users = dict[nn.Parameter, str]()

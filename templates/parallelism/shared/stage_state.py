@@ -28,7 +28,7 @@ def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, s
             own[name], states[name] = entry
     options = dsd.StateDictOptions(full_state_dict=True)
     dsd.set_model_state_dict(self.module, own, options=options)
-    options.strict = False  # A parameter that never had a gradient has no state.
+    options.strict = False  # Without a gradient, there is no state.
     if optimizer and any(states.values()):
         whole = dsd.get_optimizer_state_dict(self.module, optimizer)
         whole["state"] = {name: values for name, values in states.items() if values}

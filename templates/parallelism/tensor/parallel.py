@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only  # Private; optree has it.
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
@@ -35,7 +37,7 @@ from .plan import tensor_plan
 from .sharded import Checkpointer as Checkpointer
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # Nothing changes outputs in place.
-getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns that saving gathers over two dimensions.
+getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns of saving.
 
 
 class Parallel:
@@ -56,12 +58,13 @@ class Parallel:
         # Blocks compute in it; shards stay in fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+        group = mesh["tensor"]  # Compiled blocks compare it.
         data = mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
         shard = partial(fully_shard, mesh=data, mp_policy=policy)
 
         def wrap(block: nn.Module) -> nn.Module:
             refuse_shared(block.to(self.device), seen)
-            shard_layers(block, mesh["tensor"])
+            shard_layers(block, group)
             blocks.append(prepare_block(block, config))
             shard(block, reshard_after_forward=layout.reshard_after_forward)
             return block
@@ -76,11 +79,11 @@ class Parallel:
         self.head.set_reshard_after_forward(False)  # Backward starts with it.
         self.microbatches, self.allow_unused = config.train.microbatches, config.train.allow_unused
 
+    @loss_parallel()  # Of sharded logits.
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
-        # The ranks of a group draw the same random numbers: dropout is the same where activations are, and drops the
-        # same places of all shards where they are sharded.
+        # A group's ranks draw the same, as dropout of whole activations needs.
 #:: filter indent(8, true) ::#
 #:: include "parallelism/shared/micro_batches.py" ::#
 #:: endfilter ::#
@@ -91,9 +94,9 @@ class Parallel:
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
-        outputs = self.module(inputs)
+        outputs = tree_map_only(DTensor, DTensor.full_tensor, self.module(inputs))
         self.head.reshard()  # There is no backward.
-        return outputs if self.is_first else None  # The ranks of a group have the same.
+        return outputs if self.is_first else None  # Its group has the same.
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:

@@ -1,7 +1,7 @@
 """How the layers of each block are sharded over the ranks of a group."""
 
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from .model import Block, Embedding, Head
@@ -21,5 +21,6 @@ def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
         columns, rows = ColwiseParallel(), RowwiseParallel()
         return {"qkv": columns, "out": rows, "up": columns, "down": rows}
     if isinstance(block, Head):
-        return {"linear": ColwiseParallel(output_layouts=Replicate())}  # Each rank computes the logits of some.
+        # Each rank computes the logits of some tokens, which cross_entropy takes as they are, a DTensor.
+        return {"linear": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
     return {}

@@ -146,7 +146,7 @@ class StopSignal:
 
     def __init__(self, process: Process) -> None:
         self.process, self.clock = process, time.monotonic()
-        self.steps, self.steps_between = 0, 1  # Since the last check, and from one to the next, a second later.
+        self.steps, self.steps_between = 0, 1  # Since the last check, and from one to the next, three seconds later.
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: process.store.set("stop", ""))
 
@@ -156,7 +156,7 @@ class StopSignal:
         if not must_check and self.steps < self.steps_between:
             return False
         received = self.process.rank == 0 and self.process.store.check(["stop"])
-        message = torch.tensor([received, max(1.0, self.steps / max(time.monotonic() - self.clock, 1e-6))])
+        message = torch.tensor([received, 3 * self.steps / max(time.monotonic() - self.clock, 1e-6)])
         dist.barrier(group=self.process.cpu_group)  # Else only some ranks would notice one that hangs.
         dist.broadcast(message, 0, group=self.process.cpu_group)  # A tree: log2(N) messages, one after the other.
         received, self.steps_between = message.tolist()
