@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -38,8 +39,9 @@ SMALL = [
 
 
 @pytest.fixture
-def edited(bake: Bake) -> Callable[..., Path]:
+def edited(bake: Bake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """A function that renders a project, applies a recipe, and runs the page's commands before the training."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))  # Of the packages transformers and datasets.
 
     def apply(name: str, **answers: str) -> Path:
         project = bake(**answers)
@@ -586,3 +588,47 @@ def test_a_contrastive_loss_of_local_batches_would_depend_on_the_ranks(
     assert max(measured["as it is"]) <= 1e-5
     assert min(measured["local batches"]) > 0.1
     assert measured["gradients of one rank"][0] < 1e-6 and max(measured["gradients of one rank"]) > 1e-3
+
+
+READ_ALONE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, split = sys.argv[1:]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+loss = count = 0
+for line in open(f"data/text/{split}.jsonl"):
+    tokens = tokenizer(json.loads(line)["text"], truncation=True, max_length=128, return_tensors="pt").input_ids
+    loss += float(model(tokens, labels=tokens).loss) * (tokens.shape[1] - 1)  # It shifts the labels itself.
+    count += tokens.shape[1] - 1
+print(loss / count)
+"""
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_a_run_begins_at_the_loss_of_its_folder_and_exports_one_with_the_loss_of_evaluate(
+    edited: Callable[..., Path], tmp_path: Path, parallelism: str
+) -> None:
+    project = edited("hub", parallelism=parallelism)
+
+    def read_alone(folder: Path | str, split: str) -> Any:
+        return pytest.approx(float(run_python(project, READ_ALONE, folder, split)), rel=1e-5)
+
+    command, still = (*words("hub"), *SMALL), ("--optim.lr", "1e-12", "--train.max_steps", "1")
+    launch(project, *command, *still, "--run.dir", tmp_path / "first")
+    assert read_records(tmp_path / "first", "eval")[-1]["loss"] == read_alone("data/model", "validation")
+    launch(project, *command, "--run.dir", tmp_path / "run")
+    newest, exported = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}.pt", tmp_path / "new" / "exported"
+    launch(project, "export", "--checkpoint", newest, "--output", exported)
+    out = launch(project, "evaluate", "--checkpoint", newest, "--distributed.device", "cpu").stdout
+    assert json.loads(out.splitlines()[-1])["loss"] == read_alone(exported, "test")
+    launch(project, *command, *still, "--run.dir", tmp_path / "second", "--model.folder", exported)
+    losses = [read_records(tmp_path / name, "eval")[-1]["loss"] for name in ("first", "run", "second")]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-6) and losses[1] < 0.95 * losses[0]
+    (project / "data" / "model").rename(project / "moved")
+    more = (*command, "--train.max_steps", str(STEPS + 3), "--run.dir", tmp_path / "run")
+    assert f"step {STEPS} of {STEPS + 3}" in launch(project, *more, "--model.folder", "moved").stdout
+    error = launch(project, *more, "--train.max_steps", "40", "--model.folder", exported, code=2).stderr
+    assert "error: the content of model.folder is" in error
+    error = launch(project, "export", "--checkpoint", newest, "--output", tmp_path / "other", code=2).stderr
+    assert "was trained from the folder 'data/model', which is not there" in error
