@@ -82,7 +82,6 @@ class Parallel:
         shard(self.stage)  # For the schedule.
         self.schedule = self.forms = self.loss = cast(Any, None)
 
-    @loss_parallel()  # Of sharded logits.
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#

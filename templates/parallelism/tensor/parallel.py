@@ -79,7 +79,6 @@ class Parallel:
         self.head.set_reshard_after_forward(False)  # Backward starts with it.
         self.microbatches, self.allow_unused = config.train.microbatches, config.train.allow_unused
 
-    @loss_parallel()  # Of sharded logits.
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/forward_backward.py" ::#
 #:: endfilter ::#
