@@ -305,6 +305,46 @@ def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
     assert len(traces) == 2 and all(len(trace["traceEvents"]) > 100 for trace in traces)
 
 
+def test_a_picture_has_the_lines_of_all_runs_panel_by_panel(bake: Bake) -> None:
+    project, panels = bake(), {}
+    for run, factor in (("a", 1.0), ("b", 2.0)):
+        train = [
+            {"event": "train", "step": s, "loss": factor * (1 + s % 2), "rate": 10.0 ** (s % 4)} for s in range(60)
+        ]
+        metrics = [{"accuracy": [0.5, factor / 4], "loss": 90.0}, {"accuracy": [0.7, None], "loss": None, "once": 2.0}]
+        metrics += [{"accuracy": [0.8, 0.6], "loss": 0.0, "names": ["x"], "matrix": [[0.1]], "count": 3}]
+        evaluations = [{"event": "eval", "step": 200 * n, **each} for n, each in enumerate(metrics, start=1)]
+        (project / run).mkdir()
+        (project / run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in train + evaluations))
+    launch(project, "plot", "--runs", "[a, b]", "--output", "curves.svg")
+    *drawn, legend = re.split(r'^  <g id="(?:axes|legend)_\d+">$', (project / "curves.svg").read_text(), flags=re.M)[1:]
+    for panel in drawn:
+        texts = re.findall("<!-- (.*?) -->", panel)
+        lines = re.findall(r'^   <g id="line2d_\d+">\n(.*?)^   </g>', panel, re.M | re.S)
+        points = [re.findall(r"[ML] (\S+) (\S+)", re.findall('<path d="(.*?)"', line, re.S)[0]) for line in lines]
+        panels[texts[-1]] = (
+            re.findall('<path d="M (\\S+)', panel)[0],
+            texts[: texts.index("step")],
+            texts,
+            lines,
+            points,
+        )
+    # In three columns; without what is no number, and without a list of lists.
+    assert [*panels] == ["eval: accuracy", "eval: loss", "eval: once", "train: loss", "train: rate"]
+    left, steps, texts, lines, points = zip(*panels.values(), strict=True)
+    assert left[:2] == left[3:] and len({*left}) == 3
+    assert all(ticks == steps[0] and ticks[-1] == "600" for ticks in steps)  # Also those of training, with 60 steps.
+    assert ["10^" in "".join(each) for each in texts] == [False] * 4 + [True]  # A 0 has no logarithm.
+    assert re.findall("<!-- (.*?) -->", legend) == ["a", "b"]
+    colors = re.findall(r"stroke: (#\w+); stroke-width: 1.5", legend)
+    for name, of_run in zip(panels, (2, 1, 1, 1, 1), strict=True):  # One line for each entry of a list.
+        found = [re.findall(r"stroke: (#\w+)", line)[0] for line in panels[name][3]]
+        assert len({*colors}) == 2 and found == [color for color in colors for _ in range(of_run)], name
+    # A null is skipped; one point is seen.
+    assert [len(each) for each in points[0] + points[1]] == [3, 2, 3, 2, 2, 2]
+    assert all("<use" in line for each in lines for line in each)
+
+
 @pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor", "mesh"])
 def test_an_estimate_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: str) -> None:
     project, weights = bake(parallelism=parallelism, task="language"), []

@@ -145,7 +145,10 @@ def test_a_mesh_of_several_dimensions_matches_a_plain_loop(bake: Bake, tmp_path:
 SPLIT_LOSSES = {
     ("config.py", "vocabulary = 256"): "vocabulary = 301",
     ("task.py", 'targets.numel() if self.about["end"] < 0 else '): "",
-    ("task.py", '        return {"loss": F.cross_entropy('): "        part = getattr(outputs, 'to_local', lambda: outputs)()\n"
+    (
+        "task.py",
+        '        return {"loss": F.cross_entropy(',
+    ): "        part = getattr(outputs, 'to_local', lambda: outputs)()\n"
     "        print(f'{part.shape[-1]} of {outputs.shape[-1]} logits\\n', end='')\n"
     '        return {"loss": F.cross_entropy(',
 }

@@ -77,11 +77,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """Return the weights in a checkpoint, in a file of a state_dict, or in a .safetensors file."""
+    """Return the weights in a file of any kind, by their names before DistributedDataParallel and torch.compile."""
     content = read(path)
     content = content.get("model") or content.get("state_dict") or content
-    prefix = r"^(module\.|_orig_mod\.)+"  # Of DistributedDataParallel and torch.compile.
-    return {re.sub(prefix, "", name): value for name, value in content.items()}
+    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in content.items()}
 
 
 class Checkpointer:

@@ -1,11 +1,11 @@
-"""What a run leaves but checkpoints: settings, provenance, and one JSON object per record in ``metrics.jsonl``."""
+"""What a run leaves but checkpoints: settings, provenance, and a JSON object per record in ``metrics.jsonl``."""
 
 import json
 import platform
-import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -26,7 +26,7 @@ from .tracker import Tracker
 
 
 class Logger:
-    """Writes records and prints them on rank 0; on the other ranks, its methods do nothing."""
+    """Writes records and prints them on rank 0; on others, its methods do nothing."""
 
     def __init__(self, config: Config, process: Process, step: int, total_steps: int, changes: list[str]) -> None:
         self.is_main, self.total_steps = process.rank == 0, total_steps
@@ -34,18 +34,16 @@ class Logger:
         self.evaluations: dict[int, dict[str, Any]] = {}  # By step.
         if not self.is_main:
             return
-        run_dir = Path(config.run.dir)
+        self.run_dir = run_dir = Path(config.run.dir)
         write_atomically(run_dir / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
         write_provenance(run_dir / "provenance.json", process, step, changes)
         records = drop_records_after(run_dir / "metrics.jsonl", step)
-        self.evaluations = {record["step"]: record for record in records if record["event"] == "eval"}
-        self.path = run_dir / "metrics.jsonl"
+        self.evaluations = {r["step"]: r for r in records if r["event"] == "eval"}
         self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
         if process.device.type != "cpu":
             how = "full fp32, deterministic algorithms" if config.train.exact else "TF32, the fastest algorithms"
             self.print(f"{config.train.precision} (train.precision), {how} (train.exact)")
-        for change in changes:
-            self.print(f"changed: {change}")
+        self.print("".join(f"changed: {change}\n" for change in changes), end="")
         #:: if file("tracker", "tracker.py") ::#
         self.tracker = Tracker(run_dir, asdict(config), step)
         #:: endif ::#
@@ -57,7 +55,7 @@ class Logger:
         record = {name: value for part in parts for name, value in part.items()}
         if len(record) < sum(map(len, parts)):
             raise UserError(f"the record {record} has two numbers of one name; rename that of task.py")
-        with open(self.path, "a") as file:  # An error if run.dir was removed.
+        with open(self.run_dir / "metrics.jsonl", "a") as file:  # Fails if run.dir was removed.
             file.write(json.dumps(record) + "\n")
         step, event = record["step"], record["event"]
         numbers = "  ".join(f"{name} {value:.5g}" for name, value in record.items() if isinstance(value, float))
@@ -71,15 +69,14 @@ class Logger:
         #:: endif ::#
 
     def best_steps(self, task: Any) -> list[int]:
-        """Return the steps that were evaluated, from the best ``Task.best_metric`` on, earlier ones first if equal."""
-        metric, sign = task.best_metric, -1 if task.higher_is_better else 1
-        values = [(sign * r[metric], step) for step, r in self.evaluations.items() if r.get(metric) is not None]
-        return [step for _, step in sorted(values)]
+        """Return the evaluated steps, the best ``Task.best_metric`` first, earlier ones first if equal."""
+        values = {step: r[name] for step, r in self.evaluations.items() if r.get(name := task.best_metric) is not None}
+        return sorted(values, key=values.__getitem__, reverse=task.higher_is_better)
 
     def print(self, text: str, end: str = "\n") -> None:
         """Print one line."""
         if self.is_main:
-            with suppress(OSError):  # Nobody may read it any more; the records are in the file.
+            with suppress(OSError):  # Nobody may read it; the records are in the file.
                 print(self.erase + text, end=end, flush=True)
     #:: if file("tracker", "tracker.py") ::#
 
@@ -91,25 +88,25 @@ class Logger:
 
 
 def drop_records_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop records after ``step``, which a resumed run writes again, and an unfinished line; returns the others."""
+    """Drop records after ``step``, which a resumed run writes again, and an unfinished line; returns the rest."""
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with suppress(ValueError):  # The last line may be unfinished.
             records += [record] if (record := json.loads(line))["step"] <= step else []
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_atomically(path, "".join(json.dumps(r) + "\n" for r in records))
     return records
 
 
 def write_provenance(path: Path, process: Process, step: int, changes: list[str]) -> None:
-    """Write where this start of the run came from, followed by the same of its earlier starts."""
+    """Write where this start of the run came from, followed by that of its earlier starts."""
     last = {}
     with suppress(FileNotFoundError, ValueError):
         last = json.loads(path.read_text())
     content: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
-    with suppress(OSError, subprocess.SubprocessError):  # Without git or a repository, nothing is known of the code.
+    with suppress(OSError, subprocess.SubprocessError):  # Without a repository, nothing is known of the code.
         command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
-        status = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-        content |= {"git_commit": status.split()[2], "git_dirty": bool(re.search("^[^#]", status, re.MULTILINE))}
+        status = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30)
+        content |= {"git_commit": status.split()[2], "git_dirty": status.splitlines()[-1][0] != "#"}
     content |= {"torch": torch.__version__, "host": platform.node(), "device": str(process.device)}
     content |= {"world_size": process.world_size, "step": step, "changes": changes}
     content["earlier"] = [last, *last.pop("earlier")] if last else []
@@ -117,23 +114,28 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
 
 
 def profile_steps(config: Config, process: Process) -> Any:
-    """Return a profiler of five steps, or a context that does nothing."""
+    """Return a profiler of five steps, or what does nothing."""
     steps = schedule(skip_first=9, wait=0, warmup=1, active=5, repeat=1)
     write = tensorboard_trace_handler(config.run.dir, worker_name=f"rank{process.rank}")
     return profile(schedule=steps, on_trace_ready=write) if config.train.profile else nullcontext()
 
 
 def plot(run_dirs: Sequence[str], output: str) -> None:
-    """Draw the numbers in the records of one or several runs into one picture, a panel for each name."""
+    """Draw the records of runs: a panel for each number, a line for each run, or entry of a list."""
     from matplotlib.figure import Figure  # Takes a second to import.
 
-    logs = {run: [*map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines())] for run in run_dirs}
-    names = sorted({(r["event"], n) for log in logs.values() for r in log for n, v in r.items() if type(v) is float})
-    figure = Figure(figsize=(8, 2.5 * len(names)), layout="constrained")
-    for axes, (event, name) in zip(figure.subplots(len(names), squeeze=False).flat, names, strict=True):
-        for run, log in logs.items():
-            points = [(r["step"], r[name]) for r in log if r["event"] == event and name in r]
-            axes.plot(*zip(*points, strict=True), label=run, marker="." if len(points) == 1 else "")
-        axes.set(xlabel="step", ylabel=f"{event}: {name}")
-        axes.legend()
+    panels: Any = defaultdict(lambda: defaultdict(list))  # By event and name, then by run and entry.
+    for run in run_dirs:
+        for record in map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines()):
+            for name, value in record.items():
+                for entry, number in enumerate(value if isinstance(value, list) else [value]):
+                    if type(number) is float:  # Else null.
+                        panels[record["event"], name][run, entry].append((record["step"], number))
+    axes, lines, figure = None, {}, Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
+    for place, (event, name) in enumerate(sorted(panels), 1):
+        axes = figure.add_subplot(-(-len(panels) // 3), 3, place, sharex=axes, xlabel="step", title=f"{event}: {name}")
+        for (run, _), points in panels[event, name].items():
+            (lines[run],) = axes.plot(*zip(*points, strict=True), ".-", color=f"C{run_dirs.index(run)}", markersize=3)
+        axes.set_yscale("log" if 0 < 100 * axes.dataLim.ymin < axes.dataLim.ymax else "linear")
+    figure.legend(lines.values(), lines.keys(), loc="outside upper left")
     figure.savefig(output)

@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -143,8 +142,8 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate on the validation set."""
-        # Compiling it for another size would take longer.
-        with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
+        # It would compile for another size.
+        with torch.compiler.set_stance("force_eager" if self.config.train.compile else "default"):
             metrics = self.evaluator(self.process)
         head = {"event": "eval", "step": self.steps, "split": "validation", "num_samples": self.evaluator.length}
         self.logger.log(head, metrics)
