@@ -179,6 +179,21 @@ def test_links_of_pages_lead_to_files_and_to_headings() -> None:
                 )
 
 
+@pytest.mark.parametrize("name", [*LESSONS[1:], "symptoms", "questions", "gpus", "nccl"])
+def test_the_first_use_of_a_word_leads_to_the_glossary(name: str) -> None:
+    glossary = (DOCS / "collectives.md").read_text().split("## Twelve words")[1].split("##")[0]
+    words = re.findall(r"^\| ([a-z][a-z -]+) \|", glossary, re.MULTILINE)[1:]
+    assert len(words) == 12
+    page = re.sub(r"^```.*?^```$", "", (DOCS / f"{name}.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"^#.*|^.*\n(?=\| ---)|`[^`\n]+`", "", page, flags=re.MULTILINE)  # Headings, heads of tables, code.
+    page = re.sub(r"\[([^]\n]*)\]\(collectives\.md#twelve-words\)", r"@\1", page)
+    page = re.sub(r"\[[^]\n]*\]\([^)]*\)", "", page)
+    explained = {"fsdp": {"shard"}, "gpus": {"stage"}}.get(name, set())  # It says what a shard is; "stages" is a verb.
+    for word in set(words) - explained:
+        first = re.search(rf"@?(?<![\w-]){word.removesuffix('y')}(y|ies|e?s|ed|ing|)(?![\w-])", page, re.IGNORECASE)
+        assert not first or first[0][0] == "@", (word, page[max(0, first.start() - 40) :][:80])
+
+
 def test_files_that_a_strategy_changes_are_those_of_the_page() -> None:
     page = DOCS / "strategies.md"
     command, (shown,) = blocks(page, "bash")[1], blocks(page, "text")
