@@ -19,7 +19,7 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     (program, edit, _), (command,), (shown, _) = (blocks(PAGE, kind) for kind in ("python", "bash", "text"))
     (tmp_path / "collectives.py").write_text(program)
     assert run("bash", "-ec", command, cwd=tmp_path).stdout == shown
-    program = "import datetime\n\n" + program.replace("dist.destroy_process_group()\n", edit)
+    program = "import datetime, time\n\n" + program.replace("dist.destroy_process_group()\n", edit)
     program = program.replace('"gloo")', '"gloo", timeout=datetime.timedelta(seconds=5))')
     (tmp_path / "collectives.py").write_text(program)
     result = run("bash", "-ec", command, cwd=tmp_path, code=1)
