@@ -46,6 +46,28 @@ def test_each_loop_and_each_exercise_prints_what_the_pages_show(bake: Bake) -> N
     assert commands == 18
 
 
+@pytest.mark.weekly
+def test_losses_of_1_2_and_4_ranks_are_one_curve(bake: Bake) -> None:
+    project, page = bake(), (DOCS / "from-a-loop.md").read_text()
+    for kind, text in BLOCK.findall(page):
+        if kind in ("python", "diff"):
+            (project / ("loop.py" if kind == "python" else "edit.diff")).write_text(text)
+        if kind == "diff":
+            run("patch", "--fuzz=0", "loop.py", "edit.diff", cwd=project)
+    out = run(BIN / "python", DOCS / "losses.py", "losses.svg", cwd=project, OMP_NUM_THREADS="1").stdout
+    found = re.findall(r"^(\d) ranks differ from one by at most (\S+) in (\d+) steps$", out, re.MULTILINE)
+    (steps,) = re.findall(r"draws the losses of all (\d+) steps", page)
+    assert [(ranks, count) for ranks, _, count in found] == [("2", steps), ("4", steps)]
+    assert all(float(difference) < 1e-5 for _, difference, _ in found)
+    curves = []
+    for path in (DOCS / "losses.svg", project / "losses.svg"):
+        panel = path.read_text().split('<g id="axes_2">')[0]
+        lines = re.findall(r'^   <g id="line2d_\d+">\n    <path d="(.*?)"', panel, re.MULTILINE | re.DOTALL)
+        curves += [[float(y) for y in re.findall(r"[ML] \S+ (\S+)", line)] for line in lines]
+    assert [len(curve) for curve in curves] == [int(steps)] * 6
+    assert all(curve == pytest.approx(curves[0], abs=0.5) for curve in curves), "run docs/losses.py"
+
+
 def test_an_epoch_has_the_steps_of_the_answer() -> None:
     page = (DOCS / "from-a-loop.md").read_text()
     samples = range(int(re.findall(r"an epoch of these ([\d,]+) samples", page)[0].replace(",", "")))
