@@ -599,8 +599,8 @@ FAULTS = {
     ),
     "the worst checkpoint is kept": Fault(
         SRC + "logger.py",
-        "-1 if task.higher_is_better else 1",
-        "1 if task.higher_is_better else -1",
+        "reverse=task.higher_is_better",
+        "reverse=not task.higher_is_better",
         RUN_DIR + "test_the_newest_checkpoints_and_the_best_one_are_kept",
     ),
     "weights that are not finite are saved": Fault(
