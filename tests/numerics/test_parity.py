@@ -141,9 +141,9 @@ def test_a_mesh_of_several_dimensions_matches_a_plain_loop(bake: Bake, tmp_path:
     assert_matches(tmp_path / "run", expected(project, "language"))
 
 
-# A vocabulary that does not divide, and a weight that is a tensor.
+# The line of plan.py, and a weight that is a tensor.
 SPLIT_LOSSES = {
-    ("config.py", "vocabulary = 256"): "vocabulary = 301",
+    ("plan.py", "output_layouts=Replicate())}"): "use_local_output=False)}",
     ("task.py", 'targets.numel() if self.about["end"] < 0 else '): "",
     (
         "task.py",
@@ -167,7 +167,7 @@ def test_each_rank_computes_the_losses_of_its_part_of_the_logits(
     edit(project, SPLIT_LOSSES)
     words = ["train", *arguments("language", **sizes), "--run.dir", tmp_path / "run"]
     printed = launch(project, *words, nproc=nproc).stdout
-    assert {*re.findall(r"\d+ of 301 logits", printed)} == {"151 of 301 logits", "150 of 301 logits"}
+    assert {*re.findall(r"\d+ of \d+ logits", printed)} == {"128 of 256 logits"}
     settings = COMMON | TASKS["language"]
     assert_matches(tmp_path / "run", oracle.train(next((project / "src").iterdir()), "language", settings))
 
@@ -185,6 +185,17 @@ def test_a_compiled_or_recomputed_run_matches_a_plain_loop(
     words = arguments(task, **{setting: "true"})
     launch(project, "train", *words, "--run.dir", tmp_path / "run")
     assert_matches(tmp_path / "run", expected(project, task))
+
+
+@pytest.mark.weekly
+def test_ranks_do_not_share_what_is_compiled_for_their_part_of_the_logits(bake: Bake, tmp_path: Path) -> None:
+    project = bake(parallelism="tensor", task="language")
+    edit(project, SPLIT_LOSSES)
+    words = ["train", *arguments("language", **{"train.compile": "true"})]
+    for start in ("first", "second"):  # Which finds what the first has compiled.
+        launch(project, *words, "--run.dir", tmp_path / start, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        settings = COMMON | TASKS["language"]
+        assert_matches(tmp_path / start, oracle.train(next((project / "src").iterdir()), "language", settings))
 
 
 # Settings of strategies that no other test here has.

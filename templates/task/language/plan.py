@@ -1,7 +1,7 @@
 """How the layers of each block are sharded over the ranks of a group."""
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from .model import Block, Embedding, Head
@@ -16,11 +16,10 @@ def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     if isinstance(block, Embedding):
         return {"byte": RowwiseParallel(input_layouts=Replicate())}  # Each rank looks up some tokens.
     if isinstance(block, Block):
-        # Each rank computes some heads and some hidden features. The rows of qkv are ordered by head, so that a shard
-        # of them is whole heads. The shortcuts add sums over the ranks.
+        # Each rank computes some heads and hidden features. Rows of qkv are ordered by head: a shard is whole heads.
         columns, rows = ColwiseParallel(), RowwiseParallel()
         return {"qkv": columns, "out": rows, "up": columns, "down": rows}
     if isinstance(block, Head):
-        # Each rank computes the logits of some tokens, as a DTensor; output_layouts=Replicate() alone gathers them.
-        return {"linear": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        # To keep shards of logits, for F.cross_entropy of classes alone: use_local_output=False in place of this.
+        return {"linear": ColwiseParallel(output_layouts=Replicate())}
     return {}
