@@ -36,7 +36,7 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
             part.to(process.device).eval().requires_grad_(False)
     if config.train.compile:  # Else, logits would be kept in fp32.
         #:: if fact("plans_layers") ::#
-        torch.compiler.config.cache_key_tag = str(process.rank)  # By shard.
+        torch.compiler.config.cache_key_tag = str(process.rank)  # Else shared.
         #:: endif ::#
         setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (a method has another type)
     seed_everything(config.run.seed)  # What was drawn so far does not change the model's initial values.
