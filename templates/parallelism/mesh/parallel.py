@@ -1,10 +1,10 @@
-"""One mesh of ranks: pipeline, tensor and fully sharded data parallelism together.
+"""One mesh of ranks: pipeline, tensor and fully sharded data parallelism.
 
 Ranks that differ in a dimension have:
 
     pipeline    other blocks: micro-batches pass through them
     replicate   copies: gradients are averaged
-    shard       shards of each parameter: gathered during a step
+    shard       shards of each parameter: gathered for a step
     tensor      parts of each layer, by ``plan.py``: activations are all-reduced
 """
 
@@ -60,6 +60,7 @@ class Parallel:
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         # Blocks compute in it; shards stay in fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        torch.compiler.config.cache_key_tag = str(process.rank)  # Else shared.
         group = mesh["tensor"]  # Compiled blocks compare it.
         data = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
         shard = partial(fully_shard, mesh=data, mp_policy=policy, reshard_after_forward=False)
@@ -71,14 +72,13 @@ class Parallel:
             if next(numbers) != self.position:
                 return block.to("meta")
             prepare_block(block.to(self.device), config, group)
-            # Not what `tensor` splits: uneven parts of parts cannot be loaded.
+            # `tensor` splits rows; uneven parts of parts fail to load.
             shard(block, shard_placement_fn=lambda p: Shard(int(p.ndim > 1 and getattr(p, "placements", 0) == rows)))
             return block
 
         first, rows = stages.index(self.position), (Shard(0),)
-        blocks: Any = build_model(config.model, wrap)[first : first + stages.count(self.position)]
-        self.module = blocks
-        self.stage = Stage(blocks, is_last=self.position == stages[-1])
+        self.module: Any = build_model(config.model, wrap)[first : first + stages.count(self.position)]
+        self.stage = Stage(cast(Any, self.module), is_last=self.position == stages[-1])
         shard(self.stage)  # For the schedule.
         self.schedule = self.forms = self.loss = cast(Any, None)
 
@@ -111,7 +111,7 @@ class Parallel:
         if not self.stage.is_last:
             dist.send(x, group=self.group, group_dst=self.position + 1)
         for block in self.module:
-            block.reshard()  # There is no backward.
+            block.reshard()  # No backward.
         outputs = tree_map_only(DTensor, DTensor.full_tensor, self.stage.outputs)
         return outputs if self.stage.is_last and self.tensor_rank == 0 else None
 
@@ -145,7 +145,7 @@ class Parallel:
 
 
 def prepare_block(block: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    """Shard a block's layers; recompute and compile it if the settings say so."""
+    """Shard a block's layers; recompute and compile it if set."""
 #:: filter indent(4, true) ::#
 #:: include "parallelism/shared/layer_steps.py" ::#
 #:: include "parallelism/shared/block_steps.py" ::#

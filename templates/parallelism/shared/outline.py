@@ -28,5 +28,5 @@ class Outline:
                     if stage not in self.forms[shapes]:
                         self.forms[shapes][stage] = torch.empty(x.shape, dtype=x.dtype, requires_grad=True)
                     x = tree_map_only(Tensor, lambda t: t.to("meta", self.dtype if t.is_floating_point() else None), x)
-                    x = block(x)  # In the type that FSDP casts its inputs to.
+                    x = block(x)  # In the type of FSDP's inputs.
         return self.forms[shapes]

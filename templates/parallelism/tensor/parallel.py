@@ -58,6 +58,7 @@ class Parallel:
         # Blocks compute in it; shards stay in fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+        torch.compiler.config.cache_key_tag = str(process.rank)  # Else shared.
         group = mesh["tensor"]  # Compiled blocks compare it.
         data = mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
         shard = partial(fully_shard, mesh=data, mp_policy=policy)
@@ -73,7 +74,7 @@ class Parallel:
         for block in blocks:  # Once more: the model may share parameters later.
             refuse_shared(block, seen)
         if not any(map(tensor_plan, blocks)):
-            raise UserError("plan.py shards no layer, so its ranks would compute the same")
+            raise UserError("plan.py shards no layer, so ranks would compute the same")
         self.fsdp = shard(self.module)
         self.head = cast(FSDPModule, blocks[-1])
         self.head.set_reshard_after_forward(False)  # Backward starts with it.
@@ -104,7 +105,7 @@ class Parallel:
         # A group's ranks have equal gradients of what plan.py leaves whole.
         own = nn.utils.get_total_norm([g.to_local() for g in gradients if self.is_first or is_split(g)])
         norms = [torch.empty_like(own, device=self.device) for _ in range(dist.get_world_size())]
-        dist.all_gather(norms, own.to(self.device))  # Summed in one order on all.
+        dist.all_gather(norms, own.to(self.device))  # Summed in one order.
         norm = torch.stack(norms).norm() / self.replicas**0.5
         scale = (max_norm / (norm + 1e-6)).clamp(max=1)
         for gradient in gradients:

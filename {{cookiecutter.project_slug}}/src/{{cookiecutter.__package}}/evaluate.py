@@ -34,10 +34,7 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
     for part in tree_leaves(vars(task)):
         if isinstance(part, nn.Module):  # Such as a teacher.
             part.to(process.device).eval().requires_grad_(False)
-    if config.train.compile:  # Else, logits would be kept in fp32.
-        #:: if fact("plans_layers") ::#
-        torch.compiler.config.cache_key_tag = str(process.rank)  # Else shared.
-        #:: endif ::#
+    if config.train.compile:  # Otherwise, the logits would be kept in fp32.
         setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (a method has another type)
     seed_everything(config.run.seed)  # What was drawn so far does not change the model's initial values.
     return task, Parallel(config, process), datasets
