@@ -264,8 +264,8 @@ trainer, states = Trainer(config, process), []
 images, labels = next(iter(trainer.loader))
 for factor in (1, torch.nan, 1):
     trainer.step(images * factor, labels)
-    model, optimizer = trainer.parallel.full_state_dict(trainer.optimizer)
-    states.append(copy.deepcopy([model, *optimizer.values()]))
+    whole = trainer.parallel.full_state_dict(trainer.optimizer)
+    states.append(copy.deepcopy([whole["model"], *whole["optimizer"]["state"].values()]))
 def equal(ours, theirs):
     return [torch.equal(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) for key in a]
 assert all(equal(states[0], states[1])) and not any(equal(states[1], states[2]))

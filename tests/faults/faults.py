@@ -222,8 +222,8 @@ FAULTS = {
     ),
     "a resumed run starts with an empty optimizer": Fault(
         PARALLEL + "shared/load.py",
-        'whole = {**own, "state": state or {}}',
-        'whole = {**own, "state": {}}',
+        '{**own, "state": state or {}}',
+        '{**own, "state": {}}',
         f"{KILLED}[2]",
     ),
     "the first step after a resume sums in another order": Fault(

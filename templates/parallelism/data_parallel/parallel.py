@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as dsd
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from .checkpoint import Checkpointer as Checkpointer
+from .checkpoint import Checkpointer
 from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch
@@ -24,6 +24,8 @@ from .model import build_model
 
 class Parallel:
     """The model under nn.DataParallel. The loop uses only what all strategies have."""
+
+    checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
         self.device, self.microbatches = process.device, config.train.microbatches

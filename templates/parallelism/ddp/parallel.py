@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from .checkpoint import Checkpointer as Checkpointer
+from .checkpoint import Checkpointer
 from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch
@@ -26,6 +26,8 @@ from .model import build_model
 
 class Parallel:
     """The model under DDP. The loop uses only what all strategies have."""
+
+    checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
         self.device, self.microbatches = process.device, config.train.microbatches

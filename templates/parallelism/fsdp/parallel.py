@@ -23,13 +23,15 @@ from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch
 from .model import build_model
-from .sharded import Checkpointer as Checkpointer
+from .sharded import Checkpointer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Parallel:
     """The model under FSDP2. The loop uses only what all strategies have."""
+
+    checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
         self.process, self.device = process, process.device

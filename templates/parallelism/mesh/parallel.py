@@ -34,7 +34,7 @@ from .distributed import Process, seed_everything
 from .loader import split_batch
 from .model import build_model
 from .plan import tensor_plan
-from .sharded import Checkpointer as Checkpointer
+from .sharded import Checkpointer
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # None is changed in place.
 getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns of saving.
@@ -44,6 +44,8 @@ NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # For inputs.
 
 class Parallel:
     """This rank's part of the model."""
+
+    checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
         self.process, self.device, kind = process, process.device, process.device.type
@@ -57,8 +59,7 @@ class Parallel:
         self.dp_group, _ = dist.new_subgroups(self.dp_size * tensor)
         self.position, rank = divmod(process.rank, self.dp_size * tensor)
         self.dp_rank, self.tensor_rank = divmod(rank, tensor)
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        # Blocks compute in it; shards stay in fp32.
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32  # Shards keep fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         torch.compiler.config.cache_key_tag = str(process.rank)  # Else shared.
         group = mesh["tensor"]  # Compiled blocks compare it.
@@ -93,8 +94,7 @@ class Parallel:
             kind: Any = Schedule1F1B if self.microbatches >= count else ScheduleGPipe
             self.schedule = kind(stage, self.microbatches, lambda *_: self.loss(), scale_grads=False)
             self.forms = forms
-        # Ranks that share layers draw alike.
-        torch.manual_seed(torch.initial_seed() + self.position)
+        torch.manual_seed(torch.initial_seed() + self.position)  # Alike for shared layers.
         rest = [targets for _, targets in batches]
         self.loss = lambda: mean_loss(self.stage.outputs, rest.pop(0))
         self.stage.inputs = [inputs for inputs, _ in batches] if self.position == 0 else []

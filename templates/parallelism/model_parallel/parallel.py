@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from .checkpoint import Checkpointer as Checkpointer
+from .checkpoint import Checkpointer
 from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch, to_device
@@ -27,6 +27,8 @@ from .model import build_model
 
 class Parallel:
     """The model on this rank's devices. The loop uses only what all strategies have."""
+
+    checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
         self.device, self.microbatches = process.device, config.train.microbatches

@@ -26,12 +26,14 @@ from .config import Config, UserError
 from .distributed import Process, seed_everything
 from .loader import split_batch
 from .model import build_model
-from .sharded import Checkpointer as Checkpointer
+from .sharded import Checkpointer
 from .stages import Outline, Stage
 
 
 class Parallel:
     """Stages of the model."""
+
+    checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
         self.process, self.device, kind = process, process.device, process.device.type

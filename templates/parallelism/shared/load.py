@@ -6,5 +6,4 @@ def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, s
     options.strict = False  # A parameter that never had a gradient has no state.
     own = dsd.get_optimizer_state_dict(self.module, optimizer) if optimizer else {"state": {}}
     if optimizer and own["state"]:  # Plain SGD has none.
-        whole = {**own, "state": state or {}}
-        dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)
+        dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)

@@ -1,5 +1,5 @@
 #// A part of Parallel, which has dp_group, module, outline, process. //#
-def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
+def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
     """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
     rank, group, size = self.process.rank, self.process.cpu_group, dist.get_world_size(self.dp_group)
     model, optim = dsd.get_state_dict(self.module, optimizer)
@@ -16,7 +16,7 @@ def full_state_dict(self, optimizer: Optimizer) -> tuple[Any, Any]:
         elif rank == 0:
             dist.recv_object_list(part, source, group)
             whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]
-    return whole[0], whole[1]
+    return {"model": whole[0], "optimizer": {"state": whole[1]}}
 
 def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
     """Load rank 0's weights of the whole model, and the optimizer's state if given."""

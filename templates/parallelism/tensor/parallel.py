@@ -34,7 +34,7 @@ from .distributed import Process
 from .loader import split_batch
 from .model import build_model
 from .plan import tensor_plan
-from .sharded import Checkpointer as Checkpointer
+from .sharded import Checkpointer
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # Nothing changes outputs in place.
 getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns of saving.
@@ -42,6 +42,8 @@ getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns of saving.
 
 class Parallel:
     """The model with sharded layers. The loop uses only what all strategies have."""
+
+    checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
         self.process, self.device = process, process.device

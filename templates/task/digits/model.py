@@ -27,10 +27,11 @@ class Stem(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions around a shortcut: (batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
+    """Two convolutions around a shortcut: (batch, width, h, w) to itself, or to twice the width and half the image."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
+        stride = outputs // inputs
         self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
         self.norm1 = nn.GroupNorm(GROUPS, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
@@ -38,8 +39,7 @@ class ResidualBlock(nn.Module):
         # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, so that rounding
         # differences under another split do not grow from step to step. SiLU, for the same reason, has no kink.
         nn.init.zeros_(self.norm2.weight)
-        keeps_shape = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if keeps_shape else nn.Conv2d(inputs, outputs, stride, stride=stride, bias=False)
+        self.shortcut = nn.Conv2d(inputs, outputs, 2, stride=2, bias=False) if stride == 2 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.silu(self.norm1(self.conv1(x)))
@@ -65,9 +65,8 @@ def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = la
     narrow, wide = config.width, 2 * config.width
     blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=wrap(Stem(narrow)))
     for i in range(config.depth):
-        blocks[f"narrow{i}"] = wrap(ResidualBlock(narrow, narrow, stride=1))
+        blocks[f"narrow{i}"] = wrap(ResidualBlock(narrow, narrow))
     for i in range(config.depth):
-        stride, inputs = (1, wide) if i else (2, narrow)
-        blocks[f"wide{i}"] = wrap(ResidualBlock(inputs, wide, stride))
+        blocks[f"wide{i}"] = wrap(ResidualBlock(wide if i else narrow, wide))
     blocks["head"] = wrap(Head(wide))
     return nn.Sequential(blocks)

@@ -122,9 +122,7 @@ class Checkpointer:
 
     def save(self, progress: dict[str, int]) -> None:
         """Copy the run after a ``step``, at an ``epoch`` and a number of its ``samples``; a thread writes the copy."""
-        header = self.prepare(progress)
-        model, state = self.parallel.full_state_dict(self.optimizer)
-        content = {"model": model, "optimizer": {"state": state}, **header}
+        content = self.prepare(progress) | self.parallel.full_state_dict(self.optimizer)
         if self.process.rank == 0:
             is_copy = self.process.device.type != "cpu" and self.optimizer.defaults.get("fused")  # With all its state.
             self.pending = self.writer.submit(self.write, content if is_copy else deepcopy(content), progress["step"])
@@ -161,9 +159,8 @@ class Checkpointer:
         best = next((path for step in best_first for path in found if path.stem == f"step-{step:08d}"), None)
         if best:
             write_atomically(self.folder / "best", best.name)
-        for path in found[: -self.config.checkpoint.keep]:
-            if path != best:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in {*found[: -self.config.checkpoint.keep]} - {best}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def compare(self, saved: dict[str, Any]) -> list[str]:
         """Return which settings changed; rejects another model or dataset, and what decides which samples are left."""

@@ -17,7 +17,7 @@ from .config import Config, UserError
 from .dataset import build_datasets
 from .distributed import Process, seed_everything
 from .loader import EvalSampler, build_loader, to_device
-from .parallel import Checkpointer, Parallel
+from .parallel import Parallel
 from .task import Task
 
 
@@ -100,7 +100,7 @@ class Evaluator:
 
 def load_experiment(path: str, config: Config, given: set[str], process: Process) -> tuple[Task, Parallel, Any, int]:
     """Return task, model, test set and step of a checkpoint, with its own settings unless they are ``given``."""
-    content = read_on_main(lambda: Checkpointer.read(Path(path)), process)
+    content = read_on_main(lambda: Parallel.checkpointer.read(Path(path)), process)
     if "config" not in content:
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")
     for section, settings in vars(config).items():
@@ -112,7 +112,7 @@ def load_experiment(path: str, config: Config, given: set[str], process: Process
                     print(f"{section}.{name}: {getattr(settings, name)} instead of {value}", file=sys.stderr)
     config.check(process.world_size, trains=False)
     task, parallel, (_, _, test_set) = build_experiment(config, process)
-    Checkpointer.load(parallel, content)
+    parallel.checkpointer.load(parallel, content)
     return task, parallel, test_set, content["progress"]["step"]
 
 

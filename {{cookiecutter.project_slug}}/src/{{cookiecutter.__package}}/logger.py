@@ -121,7 +121,7 @@ def profile_steps(config: Config, process: Process) -> Any:
 
 
 def plot(run_dirs: Sequence[str], output: str) -> None:
-    """Draw the records of runs: a panel for each number, a line for each run, or entry of a list."""
+    """Draw runs: a panel for each number; for each run, or entry of a list, points and a moving mean."""
     from matplotlib.figure import Figure  # Takes a second to import.
 
     panels: Any = defaultdict(lambda: defaultdict(list))  # By event and name, then by run and entry.
@@ -135,7 +135,10 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     for place, (event, name) in enumerate(sorted(panels), 1):
         axes = figure.add_subplot(-(-len(panels) // 3), 3, place, sharex=axes, xlabel="step", title=f"{event}: {name}")
         for (run, _), points in panels[event, name].items():
-            (lines[run],) = axes.plot(*zip(*points, strict=True), ".-", color=f"C{run_dirs.index(run)}", markersize=3)
+            mean = torch.tensor(points).unfold(0, 1 + len(points) // 20, 1).mean(2)
+            color = f"C{run_dirs.index(run)}"
+            axes.plot(*zip(*points, strict=True), ".-", color=color, markersize=3, linewidth=0.5)
+            (lines[run],) = axes.plot(*mean.T, color=color)
         axes.set_yscale("log" if 0 < 100 * axes.dataLim.ymin < axes.dataLim.ymax else "linear")
     figure.legend(lines.values(), lines.keys(), loc="outside upper left")
     figure.savefig(output)

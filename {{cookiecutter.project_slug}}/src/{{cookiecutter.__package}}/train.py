@@ -12,7 +12,7 @@ from .evaluate import Evaluator, build_experiment
 from .loader import MeanLosses, TrainSampler, build_loader, to_device
 from .logger import Logger, profile_steps
 from .optim import build_optimizer, learning_rate
-from .parallel import Checkpointer
+from .parallel import Parallel
 
 
 class Trainer:
@@ -20,7 +20,7 @@ class Trainer:
 
     def __init__(self, config: Config, process: Process) -> None:
         self.config, self.process, self.stop = config, process, StopSignal(process)
-        self.checkpointer = Checkpointer(config, process)
+        self.checkpointer = Parallel.checkpointer(config, process)
         self.task, self.parallel, sets = build_experiment(config, process)
         batch, dp_size = config.data.global_batch_size, self.parallel.dp_size
         self.sampler = TrainSampler(len(sets[0]), self.parallel.dp_rank, dp_size, batch, config.run.seed)
