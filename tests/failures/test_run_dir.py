@@ -337,12 +337,14 @@ def test_a_picture_has_the_lines_of_all_runs_panel_by_panel(bake: Bake) -> None:
     assert ["10^" in "".join(each) for each in texts] == [False] * 4 + [True]  # A 0 has no logarithm.
     assert re.findall("<!-- (.*?) -->", legend) == ["a", "b"]
     colors = re.findall(r"stroke: (#\w+); stroke-width: 1.5", legend)
-    for name, of_run in zip(panels, (2, 1, 1, 1, 1), strict=True):  # One line for each entry of a list.
+    for name, of_run in zip(panels, (2, 1, 1, 1, 1), strict=True):  # Of each entry of a list, the points and a mean.
         found = [re.findall(r"stroke: (#\w+)", line)[0] for line in panels[name][3]]
-        assert len({*colors}) == 2 and found == [color for color in colors for _ in range(of_run)], name
-    # A null is skipped; one point is seen.
-    assert [len(each) for each in points[0] + points[1]] == [3, 2, 3, 2, 2, 2]
-    assert all("<use" in line for each in lines for line in each)
+        assert len({*colors}) == 2 and found == [color for color in colors for _ in range(2 * of_run)], name
+    # A null is skipped; one point is seen, under a mean over a twentieth, which is the same for 1, 2, 1, 2, ...
+    assert [len(each) for each in (points[0] + points[1])[::2]] == [3, 2, 3, 2, 2, 2]
+    assert all(["<use" in line for line in each] == [True, False] * (len(each) // 2) for each in lines)
+    assert all("stroke-width: 0.5" in line for each in lines for line in each[::2])
+    assert [len({y for _, y in each}) for each in points[3]] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor", "mesh"])
