@@ -26,7 +26,8 @@ WORDS = [
     *f"train --data.global_batch_size 64 --model.width 8 --model.depth 1 --train.max_steps {STEPS}".split(),
     *"--train.log_every 1 --train.eval_every 20 --checkpoint.every_steps 3 --distributed.device cpu".split(),
 ]
-STRATEGIES = ("ddp", "fsdp", "model_parallel", "pipeline", "tensor")
+STRATEGIES = ("ddp", "fsdp", "mesh", "model_parallel", "pipeline", "tensor")
+SIZES = {"pipeline": ["--train.microbatches", "4"], "mesh": ["--parallel.pipeline", "2"]}
 
 
 def start(project: Path, run: Path, nproc: int, *words: str) -> subprocess.Popen[bytes]:
@@ -108,15 +109,15 @@ def main() -> None:
         for number in range(10**6):
             if done >= options.kills and exits >= options.exits:
                 break
-            strategy, launcher = STRATEGIES[number % 5], ("torchrun", "spawn")[number // 5 % 2]
+            strategy, launcher = STRATEGIES[number % 6], ("torchrun", "spawn")[number // 6 % 2]
             answers = {"parallelism": strategy, "launcher": launcher, "project_name": f"{strategy} {launcher}"}
             folder = Path(scratch, f"{strategy}-{launcher}-{number}")
             project = Path(scratch, "projects", f"{strategy}-{launcher}".replace("_", "-"))
             if not project.exists():
                 cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(project.parent))
             folder.mkdir()
-            nproc, words = (4 if number % 3 == 2 else 2), ["--data.num_workers", str(options.workers)]
-            words += ["--train.microbatches", "4"] * (strategy == "pipeline")
+            nproc, words = (4 if number % 5 > 2 else 2), ["--data.num_workers", str(options.workers)]
+            words += SIZES.get(strategy, [])
             if done < options.kills:
                 killed, wrong, longest = kill(project, folder, nproc, 8, *words)
                 done += killed

@@ -116,6 +116,12 @@ def language(package: Path, settings: Settings, split: str, epoch: int) -> tuple
     return part[:used].view(-1, context), part[1 : used + 1].view(-1, context)
 
 
+def letters(package: Path, settings: Settings, split: str, epoch: int) -> tuple[Tensor, Tensor]:
+    """Return the windows of a split, in which no letter e is a target: each sample has another number of them."""
+    inputs, targets = language(package, settings, split, epoch)
+    return inputs, targets.masked_fill(targets == ord("e"), -100)
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
@@ -143,6 +149,7 @@ class Task:
 TASKS = {
     "digits": Task(digits, cross_entropy, accuracy),
     "language": Task(language, cross_entropy, perplexity),
+    "letters": Task(letters, cross_entropy, perplexity),
 }
 
 
