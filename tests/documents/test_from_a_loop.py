@@ -43,7 +43,7 @@ def test_each_loop_and_each_exercise_prints_what_the_pages_show(bake: Bake) -> N
             else:
                 assert kind == "text"
                 assert_same(printed, text)
-    assert commands == 18
+    assert commands == 20
 
 
 @pytest.mark.weekly

@@ -15,7 +15,7 @@ ROWS = re.findall(r"^\| .* \| (.*) \|$", (TEMPLATE / "docs" / "coming-from.md").
 OTHERS = {"cruft update", "state_dict", "gather_object", "--config FILE", "checkpoints/step-*.pt"}
 NAMES = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row)} - OTHERS)
 DOCS = TEMPLATE / "docs"
-LESSONS = ["collectives", "from-a-loop", "finish-the-loop", "loop-on-gpus", "fsdp", "strategies", "costs", "tokens"]
+PAGES = [path.stem for path in sorted(DOCS.glob("*.md"))]
 COSTS = (DOCS / "costs.md").read_text()
 MEMORY = re.findall(r"^\| (\w+), (\d) ranks?(?:, rank (\d))? \| (.*) \|$", COSTS, re.MULTILINE)
 
@@ -150,7 +150,7 @@ def test_five_of_six_all_reduces_start_before_backward_ends(tmp_path: Path) -> N
     assert all(start <= end for _, start, _ in sent[:5]) and sent[0][2] < end < sent[5][2]
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(DOCS.glob("*.md"))])
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_says_what_for_and_asks_three_questions(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text()
     assert "\n\nYou will be able to " in text.split("\n## ")[0]
@@ -179,7 +179,7 @@ def test_links_of_pages_lead_to_files_and_to_headings() -> None:
                 )
 
 
-@pytest.mark.parametrize("name", [*LESSONS[1:], "symptoms", "questions", "gpus", "nccl"])
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "collectives"])
 def test_the_first_use_of_a_word_leads_to_the_glossary(name: str) -> None:
     glossary = (DOCS / "collectives.md").read_text().split("## Twelve words")[1].split("##")[0]
     words = re.findall(r"^\| ([a-z][a-z -]+) \|", glossary, re.MULTILINE)[1:]
@@ -214,3 +214,5 @@ def test_variables_are_in_the_library_or_gone(tmp_path: Path) -> None:
         for name in names:
             assert bool(re.search(rf"\b{name}\b".encode(), library)) == expected, name
     assert len(new) > 15 and len(old) > 6
+    lines = ("Bootstrap: Using ", "NET/IB : Using", "via P2P", "via SHM", "GDRDMA")
+    assert all(line in text and line.strip().encode() in library for line in lines)
