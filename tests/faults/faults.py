@@ -55,6 +55,19 @@ UNDER_FSDP, UNDER_PIPELINE, UNDER_TENSOR = ({"parallelism": name} for name in ("
 LANGUAGE = {"task": "language"}
 
 FAULTS = {
+    # What no number shows
+    "blocks are not compiled": Fault(
+        PARALLEL + "shared/block_steps.py",
+        "    block.compile()",
+        "    pass",
+        "tests/numerics/test_parity.py::test_a_compiled_or_recomputed_run_matches_a_plain_loop[train.compile-digits-ddp]",
+    ),
+    "the backend is always that of the device": Fault(
+        SRC + "distributed.py",
+        '(device) if settings.backend == "auto" else settings.backend',
+        "(device)",
+        REPORTS + "test_what_this_machine_cannot_do_is_refused",
+    ),
     # Numerics: gradients
     "ddp never averages the gradients": Fault(
         DDP,

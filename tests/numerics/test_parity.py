@@ -184,6 +184,20 @@ def test_each_rank_computes_the_losses_of_its_part_of_the_logits(
     assert_matches(tmp_path / "run", expected(project, "letters"))
 
 
+BLOCKS = {"digits": {"Stem", "ResidualBlock", "Head"}, "language": {"Embedding", "Block", "Head"}}
+# Writes which modules are compiled, which changes no number.
+COMPILED = """import os
+if "RANK" in os.environ:
+    from torch.nn import Module
+    compile = Module.compile
+    def recorded(module):
+        with open(__file__.replace(".py", ".txt"), "a") as file:
+            file.write(type(module).__name__ + "\\n")
+        compile(module)
+    Module.compile = recorded
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "parallelism",  # data_parallel refuses both settings; of mesh, VARIANTS.
@@ -198,10 +212,13 @@ def test_each_rank_computes_the_losses_of_its_part_of_the_logits(
 def test_a_compiled_or_recomputed_run_matches_a_plain_loop(
     bake: Bake, tmp_path: Path, parallelism: str, task: str, setting: str
 ) -> None:
-    project = bake(parallelism=parallelism, task=task)
+    project, spy = bake(parallelism=parallelism, task=task), tmp_path / "sitecustomize.py"
+    spy.write_text(COMPILED)
     words = arguments(task, **{setting: "true"})
-    launch(project, "train", *words, "--run.dir", tmp_path / "run")
+    launch(project, "train", *words, "--run.dir", tmp_path / "run", PYTHONPATH=str(tmp_path))
     assert_matches(tmp_path / "run", expected(project, task))
+    found = {*spy.with_suffix(".txt").read_text().split()} if spy.with_suffix(".txt").exists() else set()
+    assert found == (BLOCKS[task] if setting == "train.compile" else set())
 
 
 @pytest.mark.weekly

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import re
 import signal
@@ -145,8 +147,15 @@ def test_each_choice_has_a_folder_and_no_folder_is_without_a_choice() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((PARTS / "parallelism" / "shared").glob("*.py")), ids=lambda path: path.stem)
-def test_a_part_of_a_class_names_the_attributes_that_it_uses(path: Path) -> None:
+def test_a_part_of_a_file_states_the_attributes_and_the_names_that_it_uses(path: Path) -> None:
     text = path.read_text()
-    used = sorted({*re.findall(r"self\.(\w+)", text)})
-    stated = re.match(r"#// A part of Parallel, which has (.*)\. //#\n", text)
-    assert (stated[1].split(", ") if stated else []) == ([] if "class " in text else used)
+    attributes = sorted({*re.findall(r"self\.(\w+)", text)})
+    stated = re.match(r"(?:#// A part of Parallel, which has (.*)\. //#\n)?(?:#// Uses (.*)\. //#\n)?", text)
+    parts = [part.split(", ") if part else [] for part in (stated.groups() if stated else ())]
+    nodes = [*ast.walk(ast.parse(text))]
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)} | {"self", *dir(builtins)}
+    used = sorted({node.id for node in nodes if isinstance(node, ast.Name)} - own)
+    is_whole = any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
+    assert parts == [[] if "class " in text else attributes, [] if is_whole else used]

@@ -1,3 +1,4 @@
+#// Uses UserError, block, checkpoint, config, partial, re. //#
 #:: if fact("shards") ::#
 for name, buffer in block.named_buffers():
     if not buffer.is_contiguous() or re.search(r"int16|uint32|uint64|float[48]_", str(buffer.dtype)):

@@ -1,4 +1,5 @@
 #// A part of Parallel, which has dp_group, module. //#
+#// Uses dist. //#
 def average_buffers(self) -> None:
     """Average BatchNorm's running statistics over ranks that have seen other samples."""
     for name, statistics in self.module.named_buffers():

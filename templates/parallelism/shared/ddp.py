@@ -1,4 +1,5 @@
 #// A part of Parallel, which has device, module. //#
+#// Uses DistributedDataParallel, nn. //#
 def build_ddp(self, find_unused: bool) -> DistributedDataParallel:
     """Wrap the module in DDP, and let a first backward order its gradients, which decides how sums are rounded."""
     ddp = DistributedDataParallel(self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True)

@@ -1,3 +1,4 @@
+#// Uses Any, Callable, Tensor, loss_parallel. //#
 #:: if fact("plans_layers") ::#
 @loss_parallel()  # Sharded logits.
 #:: endif ::#

@@ -1,4 +1,5 @@
 #// A part of Parallel, which has module. //#
+#// Uses Any, Optimizer, dsd. //#
 def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
     """Load rank 0's weights of the whole model, and the optimizer's state if given."""
     options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -1,4 +1,5 @@
 #// A part of Parallel, which has allow_unused, compare_used, fsdp, microbatches, module, scaler. //#
+#// Uses mean_loss, split_batch. //#
 microbatches = split_batch((inputs, targets), self.microbatches)
 for number, (inputs, targets) in enumerate(microbatches, start=1):
     # Each micro-batch scatters its gradients: to wait for the last would keep whole ones. Replicas average

@@ -1,3 +1,4 @@
+#// Uses Any, ModelConfig, NUMBER, Tensor, UserError, build_model, nn, torch, tree_leaves, tree_map_only. //#
 class Outline:
     """The model without values: each block's stage, and what stages send."""
 

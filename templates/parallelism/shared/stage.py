@@ -1,3 +1,4 @@
+#// Uses Any, NUMBER, Tensor, nn, torch. //#
 class Stage(nn.Module):
     """Consecutive blocks, as a schedule runs them: with one tensor between two stages."""
 

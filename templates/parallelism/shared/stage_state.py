@@ -1,4 +1,5 @@
 #// A part of Parallel, which has dp_group, module, outline, process. //#
+#// Uses Any, DTensor, Optimizer, Tensor, dist, dsd, tree_map_only. //#
 def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
     """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
     rank, group, size = self.process.rank, self.process.cpu_group, dist.get_world_size(self.dp_group)

@@ -1,3 +1,4 @@
+#// Uses UserError, WeakValueDictionary, nn. //#
 def refuse_shared(block: nn.Module, seen: WeakValueDictionary[int, nn.Parameter]) -> None:
     """Reject a parameter that was ``seen`` in another block: two copies of it would be trained."""
     for name, parameter in block.named_parameters():
