@@ -30,7 +30,7 @@ def compare(run: Path, records: Any, weights: Any) -> dict[str, float]:
 def check(found: dict[str, float], bounds: dict[str, float], record_property: Callable[[str, object], None]) -> None:
     """Reject deviations beyond their bounds; ``make proof`` prints them."""
     for name, value in found.items():
-        record_property(name, f"{value:.1e} (&le; {bounds[name]:.0e})" + ", bitwise" * (value == 0))
+        record_property(name, f"{value:.1e} (&le; {bounds[name]:.0e})" + (", bitwise" if value == 0 else ""))
     assert all(value <= bounds[name] for name, value in found.items()), (
         f"{found} beyond {bounds}: by padding, batch statistics or random numbers? See test_experiment.py"
     )
