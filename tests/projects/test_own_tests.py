@@ -9,7 +9,7 @@ import re
 import sys
 
 import pytest
-from conftest import BIN, TEMPLATE, Bake, edit, run
+from conftest import BIN, TEMPLATE, Bake, blocks, edit, run
 
 pytestmark = pytest.mark.long
 
@@ -72,6 +72,21 @@ def test_a_proof_says_what_holds(bake: Bake, changes: dict[tuple[str, str], str]
         assert any("plain_loop" in test for test in fails) and not any("bitwise" in test for test in fails), fails
     else:
         assert not fails and all(float(row["loss"].split()[0]) < 1e-5 for row in rows if "plain_loop" in row["test"])
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("active", [True, False], ids=["active", "not active"])
+def test_commands_of_the_readme_work_with_the_environment_active_and_not(
+    bake: Bake, active: bool, parallelism: str
+) -> None:
+    project = bake(parallelism=parallelism)
+    (project / ".venv").symlink_to(BIN.parent)
+    path = f"{project}/.venv/bin:/usr/bin:/bin" if active else "/usr/bin:/bin"
+    commands = "scripts/launch.sh train\n" + blocks(project / "README.md", "bash")[1]
+    out = run("bash", "-ec", commands, cwd=project, PATH=path, PYTHON="").stdout
+    assert '"split": "test"' in out and "--optim.lr" in out and ("GiB" in out) == (parallelism == "fsdp")
+    assert (project / "model.safetensors").exists() and (project / "curves.png").exists()
 
 
 @pytest.mark.weekly
