@@ -6,6 +6,7 @@ import argparse
 import math
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,40 @@ def test_a_killed_and_resumed_run_matches_a_plain_loop(
     assert "warning" not in resumed.stderr.lower()
 
 
+# Writes what changes no number: which blocks are compiled or recomputed, and whether they free weights after forward.
+SPY = """import os
+if "RANK" in os.environ:
+    import torch.distributed.fsdp as fsdp
+    import torch.utils.checkpoint as recomputing
+    from torch.nn import Module
+    shard, compile, checkpoint = fsdp.fully_shard, Module.compile, recomputing.checkpoint
+    def write(*words):
+        with open(__file__.replace(".py", ".txt"), "a") as file:
+            file.write(" ".join(map(str, words)) + "\\n")
+    def shard_and_write(module, **options):
+        if "reshard_after_forward" in options:
+            write("frees", options["reshard_after_forward"])
+        return shard(module, **options)
+    def compile_and_write(module):
+        write("compiles", type(module).__name__)
+        compile(module)
+    def checkpoint_and_write(forward, *inputs, **options):
+        write("recomputes", type(forward.__self__).__name__.removeprefix("FSDP"))
+        return checkpoint(forward, *inputs, **options)
+    fsdp.fully_shard, Module.compile, recomputing.checkpoint = shard_and_write, compile_and_write, checkpoint_and_write
+"""
+BLOCKS = {"digits": ("Stem", "ResidualBlock", "Head"), "language": ("Embedding", "Block", "Head")}
+
+
+@pytest.fixture
+def spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], set[str]]:
+    """A function that returns what SPY has written of the ranks so far: the words after a verb."""
+    (tmp_path / "sitecustomize.py").write_text(SPY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (written := tmp_path / "sitecustomize.txt").touch()
+    return lambda verb: {*re.findall(f"^{verb} (.*)$", written.read_text(), re.MULTILINE)}
+
+
 LAYOUTS = {
     "pipeline x tensor": (4, {"parallel.pipeline": 2, "parallel.tensor": 2}),
     "pipeline x shard": (4, {"parallel.pipeline": 2, "train.microbatches": 1}),
@@ -135,11 +170,11 @@ LETTERS = {
     ("dataset.py", "masked_fill(window[:-1] == self.end"): "masked_fill(window[1:] == 101",
     ("task.py", 'targets.numel() if self.about["end"] < 0 else '): "",
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "weighted": {},
-    "compiled": {"train.compile": "true"},
-    "recomputed": {"train.activation_checkpointing": "true"},
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {  # What the oracle trains, and settings.
+    "plain": ("language", {}),
+    "weighted": ("letters", {}),
+    "compiles": ("language", {"train.compile": "true"}),
+    "recomputes": ("language", {"train.activation_checkpointing": "true"}),
 }
 
 
@@ -148,14 +183,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.weekly] * (v != "plain")) for v in VARIANTS])
 def test_a_mesh_of_several_dimensions_matches_a_plain_loop(
-    bake: Bake, tmp_path: Path, layout: str, variant: str
+    bake: Bake, tmp_path: Path, spy: Callable[[str], set[str]], layout: str, variant: str
 ) -> None:
-    project, (nproc, sizes) = bake(parallelism="mesh", task="language"), LAYOUTS[layout]
-    edit(project, LETTERS if variant == "weighted" else {})
+    project, (nproc, sizes), (task, settings) = (
+        bake(parallelism="mesh", task="language"),
+        LAYOUTS[layout],
+        VARIANTS[variant],
+    )
+    edit(project, LETTERS if task == "letters" else {})
     for steps in (STEPS // 2, STEPS):  # The second start loads each rank's parts.
-        words = arguments("language", **sizes, **VARIANTS[variant], **{"train.max_steps": steps})
+        words = arguments("language", **sizes, **settings, **{"train.max_steps": steps})
         launch(project, "train", *words, "--run.dir", tmp_path / "run", nproc=nproc)
-    assert_matches(tmp_path / "run", expected(project, "letters" if variant == "weighted" else "language"))
+    assert_matches(tmp_path / "run", expected(project, task))
+    assert spy(variant) == ({*BLOCKS["language"]} if settings else set())
 
 
 # The line of plan.py, and a print.
@@ -184,20 +224,6 @@ def test_each_rank_computes_the_losses_of_its_part_of_the_logits(
     assert_matches(tmp_path / "run", expected(project, "letters"))
 
 
-BLOCKS = {"digits": {"Stem", "ResidualBlock", "Head"}, "language": {"Embedding", "Block", "Head"}}
-# Writes which modules are compiled, which changes no number.
-COMPILED = """import os
-if "RANK" in os.environ:
-    from torch.nn import Module
-    compile = Module.compile
-    def recorded(module):
-        with open(__file__.replace(".py", ".txt"), "a") as file:
-            file.write(type(module).__name__ + "\\n")
-        compile(module)
-    Module.compile = recorded
-"""
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "parallelism",  # data_parallel refuses both settings; of mesh, VARIANTS.
@@ -210,15 +236,14 @@ if "RANK" in os.environ:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("setting", ["train.compile", "train.activation_checkpointing"])
 def test_a_compiled_or_recomputed_run_matches_a_plain_loop(
-    bake: Bake, tmp_path: Path, parallelism: str, task: str, setting: str
+    bake: Bake, tmp_path: Path, spy: Callable[[str], set[str]], parallelism: str, task: str, setting: str
 ) -> None:
-    project, spy = bake(parallelism=parallelism, task=task), tmp_path / "sitecustomize.py"
-    spy.write_text(COMPILED)
+    project = bake(parallelism=parallelism, task=task)
     words = arguments(task, **{setting: "true"})
-    launch(project, "train", *words, "--run.dir", tmp_path / "run", PYTHONPATH=str(tmp_path))
+    launch(project, "train", *words, "--run.dir", tmp_path / "run")
     assert_matches(tmp_path / "run", expected(project, task))
-    found = {*spy.with_suffix(".txt").read_text().split()} if spy.with_suffix(".txt").exists() else set()
-    assert found == (BLOCKS[task] if setting == "train.compile" else set())
+    both = [spy("compiles"), spy("recomputes")]
+    assert both == ([{*BLOCKS[task]}, set()] if setting == "train.compile" else [set(), {*BLOCKS[task]}])
 
 
 @pytest.mark.weekly
@@ -238,30 +263,20 @@ RARE = {
     "mesh": {"parallel.pipeline": 2},
 }
 
-# Writes whether blocks free their weights after forward, which changes no number.
-SPY = """import os
-if "RANK" in os.environ:
-    import torch.distributed.fsdp as owner
-    shard = owner.fully_shard
-    def recorded(module, **options):
-        with open(__file__.replace(".py", ".txt"), "a") as file:
-            file.write(f"{options.get('reshard_after_forward', '')} ")
-        return shard(module, **options)
-    owner.fully_shard = recorded
-"""
-
 
 @pytest.mark.parametrize("task", ["digits", pytest.param("language", marks=pytest.mark.weekly)])
-def test_a_run_that_changes_its_strategy_matches_a_plain_loop(bake: Bake, tmp_path: Path, task: str) -> None:
-    folder, spy = tmp_path / "run", tmp_path / "sitecustomize.py"
-    spy.write_text(SPY)
+def test_a_run_that_changes_its_strategy_matches_a_plain_loop(
+    bake: Bake, tmp_path: Path, spy: Callable[[str], set[str]], task: str
+) -> None:
+    folder, freed = tmp_path / "run", set[str]()
     strategies = [each for each in ("ddp", "fsdp", "pipeline", "tensor", "mesh", "ddp") if each not in refused(task)]
     for number, parallelism in enumerate(strategies, start=1):
         project = bake(str(number), parallelism=parallelism, task=task)
         words = arguments(task, **{"train.max_steps": STEPS * number // len(strategies)}, **RARE.get(parallelism, {}))
-        launch(project, "train", *words, "--run.dir", folder, PYTHONPATH=str(tmp_path) if parallelism == "fsdp" else "")
+        launch(project, "train", *words, "--run.dir", folder)
+        freed |= spy("frees") if parallelism == "fsdp" else set()  # The first strategy that shards.
     assert_matches(folder, expected(project, task))
-    assert {*spy.with_suffix(".txt").read_text().split()} == {"False"}
+    assert freed == {"False"}
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ def test_a_proof_says_what_holds(bake: Bake, changes: dict[tuple[str, str], str]
     if changes:  # Of the layouts, one process is another one than the loop too: it draws other numbers.
         assert any("plain_loop" in test for test in fails) and not any("bitwise" in test for test in fails), fails
     else:
+        numbers = {row["test"].split("[")[0]: row.keys() & {"loss", "grad_norm", "weights"} for row in rows}
+        assert {"loss"} == numbers["test_every_sample_counts_once"] and "CPU" in proof
+        assert {"weights"} == numbers["test_another_number_of_ranks_resumes"]
         assert not fails and all(float(row["loss"].split()[0]) < 1e-5 for row in rows if "plain_loop" in row["test"])
 
 

@@ -16,8 +16,9 @@ TEXT = f"""# One result, however the work is split
 
 The largest relative deviations in {STEPS} steps from a loop in one process that splits nothing (tests/plain.py), on the
 CPU, and their bounds. In bf16 and fp16: from the first split in that precision, and twice the deviation of its
-micro-batches, another order of the same sums. Resumed runs are equal bit by bit, evaluations to 1e-5. If a test does
-not hold, the result depends on the split; `.venv/bin/pytest tests/test_experiment.py` names in words on what.
+micro-batches, another order of the same sums. Runs resumed on as many ranks are equal bit by bit, on another number
+to 1e-5, as are evaluations. If a test does not hold, the result depends on the split;
+`.venv/bin/pytest tests/test_experiment.py` names in words on what.
 """
 
 rows = []
@@ -29,7 +30,7 @@ for case in ElementTree.parse(ROOT / "proof.xml").iter("testcase"):
 command = ["git", "describe", "--always", "--dirty"]
 commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 head = {"date": time.strftime("%F"), "commit": commit, "torch": torch.__version__, "platform": platform.platform()}
-head["device"] = f"{os.cpu_count()} CPU cores"
+head["device"] = f"CPU, {os.cpu_count()} processors"
 (ROOT / "proof.json").write_text(json.dumps({**head, "rows": rows}, indent=2) + "\n")
 table = [["test", *COLUMNS], ["---"] * 6, *([row["test"], *(row.get(name, "") for name in COLUMNS)] for row in rows)]
 lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in table]

@@ -94,7 +94,7 @@ class Parallel:
             kind: Any = Schedule1F1B if self.microbatches >= count else ScheduleGPipe
             self.schedule = kind(stage, self.microbatches, lambda *_: self.loss(), scale_grads=False)
             self.forms = forms
-        torch.manual_seed(torch.initial_seed() + self.position)  # Alike for shared layers.
+        torch.manual_seed(torch.initial_seed() + self.position)  # Equal in a stage.
         rest = [targets for _, targets in batches]
         self.loss = lambda: mean_loss(self.stage.outputs, rest.pop(0))
         self.stage.inputs = [inputs for inputs, _ in batches] if self.position == 0 else []

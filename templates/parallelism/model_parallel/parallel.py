@@ -88,7 +88,7 @@ class Parallel:
 
 def choose_device(first: torch.device, index: int) -> torch.device:
     """Return the device that is ``index`` after a rank's ``first`` one; a CPU stands in for all of them."""
-    if first.type in ("cpu", "mps"):
+    if first.type == "cpu":
         return first
     # Ranks may share devices.
     return torch.device(first.type, (first.index + index) % torch.accelerator.device_count())

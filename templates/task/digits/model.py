@@ -27,11 +27,11 @@ class Stem(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions around a shortcut: (batch, width, h, w) to itself, or to twice the width and half the image."""
+    """Two convolutions around a shortcut: (batch, inputs, h, w) to (batch, outputs, h, w), halved if widths differ."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        stride = outputs // inputs
+        stride = 1 if inputs == outputs else 2
         self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
         self.norm1 = nn.GroupNorm(GROUPS, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)

@@ -112,7 +112,7 @@ def load_experiment(path: str, config: Config, given: set[str], process: Process
                     print(f"{section}.{name}: {getattr(settings, name)} instead of {value}", file=sys.stderr)
     config.check(process.world_size, trains=False)
     task, parallel, (_, _, test_set) = build_experiment(config, process)
-    parallel.checkpointer.load(parallel, content)
+    Parallel.checkpointer.load(parallel, content)
     return task, parallel, test_set, content["progress"]["step"]
 
 
