@@ -127,11 +127,13 @@ SPY = """import os
 if "RANK" in os.environ:
     import torch.distributed.fsdp as fsdp
     import torch.utils.checkpoint as recomputing
+    from functools import wraps
     from torch.nn import Module
     shard, compile, checkpoint = fsdp.fully_shard, Module.compile, recomputing.checkpoint
     def write(*words):
         with open(__file__.replace(".py", ".txt"), "a") as file:
             file.write(" ".join(map(str, words)) + "\\n")
+    @wraps(shard)  # It has attributes, which a pipeline reads.
     def shard_and_write(module, **options):
         if "reshard_after_forward" in options:
             write("frees", options["reshard_after_forward"])
