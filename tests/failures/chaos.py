@@ -109,13 +109,15 @@ def main() -> None:
         for number in range(10**6):
             if done >= options.kills and exits >= options.exits:
                 break
-            strategy, launcher = STRATEGIES[number % 6], ("torchrun", "spawn")[number // 6 % 2]
+            turn, place = divmod(number, len(STRATEGIES))
+            strategy, launcher = STRATEGIES[place], ("torchrun", "spawn")[turn % 2]
             answers = {"parallelism": strategy, "launcher": launcher, "project_name": f"{strategy} {launcher}"}
             folder = Path(scratch, f"{strategy}-{launcher}-{number}")
             project = Path(scratch, "projects", f"{strategy}-{launcher}".replace("_", "-"))
             if not project.exists():
                 cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(project.parent))
             folder.mkdir()
+            # Of five, which shares no factor with the strategies, so that each has both.
             nproc, words = (4 if number % 5 > 2 else 2), ["--data.num_workers", str(options.workers)]
             words += SIZES.get(strategy, [])
             if done < options.kills:
