@@ -185,6 +185,47 @@ def test_evaluation_uses_the_averages(
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] > 1.01 * losses[2], losses
 
 
+DRAWN = """
+import sys
+from my_experiment.__main__ import parse
+from my_experiment.distributed import cleanup, rendezvous, setup
+from my_experiment.evaluate import build_experiment
+_, config, _ = parse(["train", "--distributed.device", "cpu"])
+setup(config, process := rendezvous(config))
+for loads in (True, False):
+    _, parallel, _ = build_experiment(config, process, loads)
+    print(sum(p.isnan().all().item() for p in parallel.module.parameters()))
+cleanup(process)
+"""
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("task", ["digits", "language"])
+@pytest.mark.parametrize("parallelism", ["ddp", "mesh"])
+def test_weights_that_are_loaded_next_are_not_drawn(
+    edited: Callable[..., Path], tmp_path: Path, parallelism: str, task: str
+) -> None:
+    project = edited("large", parallelism=parallelism, task=task)
+    skipped, drawn = run_python(project, DRAWN).split()
+    assert int(skipped) > 4 and int(drawn) == 0
+    command = [*words("large"), *SMALL, "--run.dir", tmp_path]
+    for steps in ("15", "30"):
+        launch(project, *command, "--train.max_steps", steps)
+
+
+@pytest.mark.weekly
+def test_what_is_computed_from_weights_that_are_not_drawn_ends_the_run(
+    edited: Callable[..., Path], tmp_path: Path
+) -> None:
+    project, command = edited("large"), [*words("large"), *SMALL, "--run.dir", tmp_path]
+    weight = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
+    initial = "        self.register_buffer('initial', self.linear.weight.detach().clone(), persistent=False)\n"
+    forward = ("model.py", "return self.linear(features.mean(dim=(2, 3)))")
+    edit(project, {weight: weight[1] + initial, forward: forward[1] + " + 0 * self.initial.sum()"})
+    launch(project, *command, "--train.max_steps", "15")
+    assert "has {'loss': nan" in launch(project, *command, code=2).stderr
+
+
 @pytest.mark.weekly
 def test_a_student_learns_from_the_frozen_teacher_of_the_file(edited: Callable[..., Path], tmp_path: Path) -> None:
     project = edited("distillation")

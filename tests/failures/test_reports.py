@@ -193,6 +193,40 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     assert not read_records(project / "run", "train")
 
 
+ASK = """
+import pickle
+import torch, torch.distributed as dist
+from torch import nn
+from my_experiment.config import Config, UserError
+from my_experiment.parallel import prepare_block
+
+def works(action, *errors):
+    try:
+        action()
+    except errors:
+        return False
+    return True
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+    try:
+        buffer = torch.ones(4).to(dtype)
+    except (NotImplementedError, RuntimeError):
+        continue  # A type without values.
+    (block := nn.Module()).register_buffer("scale", buffer)
+    sent = works(lambda: dist.broadcast(buffer, 0), RuntimeError)
+    pickled = works(lambda: pickle.loads(pickle.dumps(buffer)), AttributeError)
+    accepted = works(lambda: prepare_block(block, Config()), UserError)
+    print(dtype, sent, pickled, accepted)
+"""
+
+
+def test_buffers_of_the_types_that_pytorch_cannot_send_are_refused(bake: Bake) -> None:
+    lines = [line.split() for line in run_python(bake(parallelism="fsdp"), ASK).splitlines()]
+    assert lines and not [line for line in lines if (line[1:3] == ["True", "True"]) != (line[3] == "True")]
+    assert {sent for _, sent, _, _ in lines} == {pickled for _, _, pickled, _ in lines} == {"True", "False"}
+
+
 DROPPED = ("model.py", "        self.up = linear(width, 4 * width)\n")
 
 

@@ -1,7 +1,7 @@
 #// Uses UserError, block, checkpoint, config, partial, re. //#
 #:: if fact("shards") ::#
 for name, buffer in block.named_buffers():
-    if not buffer.is_contiguous() or re.search(r"int16|uint32|uint64|float[48]_", str(buffer.dtype)):
+    if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
         raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
 #:: endif ::#
 if config.train.activation_checkpointing:
