@@ -275,6 +275,95 @@ def test_an_optimizer_without_state_resumes(bake: Bake, parallelism: str) -> Non
     assert read_losses(project / "run") == read_losses(project / "straight")
 
 
+def test_batches_that_lost_samples_are_split_into_micro_batches(bake: Bake) -> None:
+    project = bake()  # 6 of 8 samples in 4 micro-batches.
+    lost = "samples[:6] if len(samples) == 8 else samples"
+    edit(project, {COLLATED: f"def collate_fn(samples):\n    return default_collate({lost})\n"})
+    edit(project, {WEIGHT: "        return torch.tensor(len(targets))\n"})
+    for parts in ("1", "4"):
+        words = ["--data.global_batch_size", "16", "--train.microbatches", parts]
+        launch(project, *SMALL, *words, "--run.dir", f"run{parts}")
+    assert read_losses(project / "run4") == pytest.approx(read_losses(project / "run1"), rel=1e-5)
+
+
+GROUPS = ("optim.py", '    groups = groups or [{"params": []}]  # All may be frozen.\n')
+
+
+def test_a_group_keeps_its_share_of_the_learning_rate(bake: Bake) -> None:
+    project = bake()
+    edit(project, add(GROUPS, '    groups[0]["lr"] = 1e-30\n'))
+    for steps in ("2", "4"):
+        launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", steps)
+    (first, last), run_dir = ("step-00000002.pt", "step-00000004.pt"), project / "run" / "checkpoints"
+    before, after = (torch.load(run_dir / name, weights_only=True)["model"] for name in (first, last))
+    assert {before[name].dim() > 1 for name in before if torch.equal(before[name], after[name])} == {True}
+    assert {before[name].dim() > 1 for name in before if not torch.equal(before[name], after[name])} == {False}
+
+
+def test_a_parameter_that_the_optimizer_lacks_is_named_before_it_is_saved(bake: Bake) -> None:
+    project = bake()
+    edit(project, {("optim.py", "if parameter.requires_grad:"): "if parameter.dim() > 1:"})
+    assert "step 4 is not saved: stem.norm.weight is in no group of the optimizer" in refuse(project)
+
+
+NORMS = {
+    ("model.py", "        self.qkv = linear(width, 3 * width)\n"): "        self.qkv = linear(width, 3 * width)\n"
+    "        self.norms = nn.ModuleList(nn.RMSNorm(width // heads) for _ in range(2))\n",
+    (
+        "model.py",
+        "        return F.scaled_dot_product_attention(q, k, v,",
+    ): "        q, k = self.norms[0](q), self.norms[1](k)\n        return F.scaled_dot_product_attention(q, k, v,",
+}
+PLANNED = {
+    ("plan.py", "RowwiseParallel\n"): "RowwiseParallel, SequenceParallel\n",
+    (
+        "plan.py",
+        '{"qkv": columns,',
+    ): '{"norms.*": SequenceParallel(use_local_output=True), "qkv": columns,',
+}
+
+
+@pytest.mark.parametrize("parallelism", ["tensor", "mesh"])
+def test_a_parameter_that_works_on_shards_is_in_the_plan_or_refused(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism, task="language")
+    edit(project, NORMS)
+    words = ["--parallel.tensor", "2"]
+    assert "block0.norms.0.weight works on shards" in refuse(project, *words)
+    edit(project, PLANNED)
+    for nproc in (1, 2):
+        launch(project, *SMALL, *words[: 2 * (nproc - 1)], "--run.dir", f"run{nproc}", nproc=nproc)
+    one, two = (load(project / f"run{nproc}")["model"] for nproc in (1, 2))
+    assert all(torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-6) for name in one)
+
+
+def test_weights_that_a_run_started_from_may_be_gone(bake: Bake) -> None:
+    project = bake()
+    launch(project, *SMALL, "--run.dir", "first")
+    (project / "first" / "checkpoints" / "step-00000004.pt").rename(project / "weights.pt")
+    launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", "2", "--model.weights", "weights.pt")
+    (project / "weights.pt").unlink()
+    assert "step 2 of 4" in launch(project, *SMALL, "--run.dir", "run").stdout
+
+
+def test_a_run_that_fails_does_not_wait_for_shards_that_others_write(bake: Bake) -> None:
+    project = bake(parallelism="fsdp")
+    write, zeroed = ("sharded.py", "            dcp.save("), ("train.py", "        self.optimizer.zero_grad()\n")
+    edit(project, {write: f"            __import__('time').sleep(1e4 * self.process.rank)\n{write[1]}"})
+    fails = "        if self.steps == 2 and self.process.rank == 0:\n            raise ValueError('a bad sample')\n"
+    edit(project, add(zeroed, fails))
+    words = ["--checkpoint.format", "sharded", "--checkpoint.every_steps", "2", "--run.dir", "run"]
+    assert "ValueError: a bad sample" in launch(project, *SMALL, *words, code=1).stderr
+
+
+def test_a_sharded_run_is_evaluated_without_a_full_checkpoint(bake: Bake) -> None:
+    project = bake(parallelism="fsdp")
+    launch(project, *SMALL, "--checkpoint.format", "sharded", "--run.dir", "run")
+    edit(project, {("checkpoint.py", "            with tempfile.TemporaryDirectory("): "            with open("})
+    words = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
+    outputs = {launch(project, *words, path).stdout for path in ("run", "run/checkpoints/step-00000004.dcp")}
+    assert len(outputs) == 1
+
+
 def test_several_teachers_are_frozen_and_in_eval_mode(bake: Bake) -> None:
     project = bake()  # facebookresearch/unbiased-teacher#47.
     teacher = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))"
@@ -568,7 +657,7 @@ def test_a_link_to_a_folder_that_is_not_mounted_is_no_fresh_start(bake: Bake) ->
     project = bake()
     (project / "run").mkdir()
     (project / "run" / "checkpoints").symlink_to("/nowhere/checkpoints")
-    assert "/nowhere/checkpoints" in refuse(project)
+    assert "File exists: 'run/checkpoints'" in refuse(project)
     assert not (project / "run" / "metrics.jsonl").exists()
 
 

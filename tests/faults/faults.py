@@ -84,8 +84,8 @@ FAULTS = {
     ),
     "a micro-batch counts as much as a local batch": Fault(
         SRC + "loader.py",
-        "loss.to(self.process.device) / self.weight",
-        "loss.to(self.process.device) / len(targets)",
+        "device=self.process.device) / self.weight",
+        "device=self.process.device) / len(targets)",
         MICROBATCHES,
     ),
     "a rank divides by the weight of its own samples": Fault(
@@ -291,8 +291,8 @@ FAULTS = {
     ),
     "a folder that is not mounted is a fresh start": Fault(
         SRC + "checkpoint.py",
-        "if self.folder.is_symlink() and not self.folder.exists():",
-        "if self.folder.is_symlink() and self.folder.exists():",
+        "self.folder.mkdir(parents=True, exist_ok=True)",
+        "self.folder.parent.mkdir(parents=True, exist_ok=True)",
         REPORTS + "test_a_link_to_a_folder_that_is_not_mounted_is_no_fresh_start",
     ),
     # Evaluation
@@ -625,8 +625,8 @@ FAULTS = {
     ),
     "weights that are not finite are saved": Fault(
         SRC + "checkpoint.py",
-        "if not all(p.sum().isfinite() for",
-        "if not all(True for",
+        "(p in trained and p.sum().isfinite())",
+        "(p in trained)",
         RUN_DIR + "test_weights_that_are_not_finite_are_not_saved[ddp]",
     ),
     "a full disk leaves what was half written": Fault(
@@ -637,7 +637,7 @@ FAULTS = {
     ),
     "two runs share a folder": Fault(
         SRC + "checkpoint.py",
-        "        lock(Path(self.config.run.dir))\n",
+        "        lock(self.folder.parent)\n",
         "",
         RUN_DIR + "test_a_folder_belongs_to_one_run",
     ),
@@ -665,6 +665,24 @@ FAULTS = {
         "*(float(each.get(name, 0)) for name in names)",
         "*map(float, each.values())",
         REPORTS + "test_losses_are_averaged_by_name",
+    ),
+    "micro-batches are fewer than asked for": Fault(
+        SRC + "loader.py",
+        "leaf.tensor_split(parts)",
+        "leaf.chunk(parts)",
+        REPORTS + "test_batches_that_lost_samples_are_split_into_micro_batches",
+    ),
+    "all groups have one learning rate": Fault(
+        SRC + "train.py",
+        'rate * group.setdefault("initial_lr", group["lr"])',
+        "rate * self.config.optim.lr",
+        REPORTS + "test_a_group_keeps_its_share_of_the_learning_rate",
+    ),
+    "copies of a parameter that works on shards drift apart": Fault(
+        PARALLEL + "shared/sharded.py",
+        "own.get(n, v) != v",
+        "own.get(n, v) != own.get(n, v)",
+        REPORTS + "test_a_parameter_that_works_on_shards_is_in_the_plan_or_refused[tensor]",
     ),
     "validation is on the test set": Fault(
         SRC + "train.py",

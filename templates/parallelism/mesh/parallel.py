@@ -59,7 +59,7 @@ class Parallel:
         self.dp_group, _ = dist.new_subgroups(self.dp_size * tensor)
         self.position, rank = divmod(process.rank, self.dp_size * tensor)
         self.dp_rank, self.tensor_rank = divmod(rank, tensor)
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32  # Shards keep fp32.
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         torch.compiler.config.cache_key_tag = str(process.rank)  # Else shared.
         group = mesh["tensor"]  # Compiled blocks compare it.
@@ -119,8 +119,7 @@ class Parallel:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
-        planned = [g for g in gradients if "tensor" in g.device_mesh.mesh_dim_names]
-        split = [g for g in planned if not g.placements[-1].is_replicate()]
+        split = [g for g in gradients if g.device_mesh.size() > self.dp_size and g.placements[-1].is_shard()]
         counted = split if self.tensor_rank > 0 else gradients  # Each once.
         own = nn.utils.get_total_norm([g.to_local() for g in counted]).to(self.device)
         norms = [torch.empty_like(own) for _ in range(self.process.world_size)]

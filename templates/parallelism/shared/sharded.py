@@ -26,13 +26,13 @@ class Checkpointer(checkpoint.Checkpointer):
 
     def __init__(self, config: Config, process: Process) -> None:
         super().__init__(config, process)
-        if config.checkpoint.format == "sharded":  # The messages of its threads never mix with those of training.
+        if config.checkpoint.format == "sharded":  # For its threads alone.
             self.group = dist.new_group(backend="gloo", timeout=FILE_TIMEOUT)
         self.stager: Any = None
 
     @staticmethod
     def read(path: Path) -> dict[str, Any]:
-        """Read a checkpoint; of a sharded one, only what all ranks hold, because each rank loads its own part."""
+        """Read a checkpoint; of a sharded one, what all ranks hold."""
         if path.suffix != ".dcp":
             return checkpoint.read(path)
         try:
@@ -64,14 +64,20 @@ class Checkpointer(checkpoint.Checkpointer):
             dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=dsd.StateDictOptions(strict=False))
 
     def save(self, progress: dict[str, int]) -> None:
-        """Save the run in the format; of a sharded checkpoint, a thread of each rank writes what the rank holds."""
+        """Save the run in the format; a thread of each rank writes its shards."""
+        #:: if fact("plans_layers") ::#
+        whole = [x for x in self.parallel.module.named_parameters() if "tensor" not in x[1].device_mesh.mesh_dim_names]
+        own = {(self.parallel.dp_rank, name): p.to_local().sum().item().hex() for name, p in whole}
+        if wrong := [n for each in self.process.all_gather(own) for n, v in each.items() if own.get(n, v) != v]:
+            raise UserError(f"{wrong[0][1]} works on shards, but plan.py leaves it whole; plan it")
+        #:: endif ::#
         if self.config.checkpoint.format == "full":
             return super().save(progress)
         header = json.dumps(self.prepare(progress))
         final = self.folder / f"step-{progress['step']:08d}.dcp"
         unfinished = final.with_suffix(".dcp.tmp")
         if self.stager is None or torch.__version__ < "2.13":  # There, a stager is used once.
-            accelerated = self.process.device.type == "cuda"  # Then parts are copied to pinned memory.
+            accelerated = self.process.device.type == "cuda"  # To pinned memory.
             self.stager = DefaultStager(StagingOptions(accelerated, False, False, accelerated))
         content = self.stager.stage(local_state(self.parallel.module, self.optimizer))
         self.pending = self.writer.submit(self.write_shards, content, header, unfinished, final)
@@ -89,6 +95,6 @@ class Checkpointer(checkpoint.Checkpointer):
 
 
 def local_state(module: Any, *optimizers: Any) -> dict[str, Any]:
-    """Return this rank's part of the model, and of the optimizer's state if there is one, by name of parameter."""
+    """Return this rank's part of the model and the optimizer's state, by name."""
     model, optimizer = dsd.get_state_dict(module, optimizers)
     return {"model": model, "optimizer": {"state": optimizer.get("state", {})}}

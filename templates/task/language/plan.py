@@ -10,8 +10,8 @@ from .model import Block, Embedding, Head
 def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     """Return how to shard a block's layers, by name, for ``parallelize_module``; other layers are on every rank.
 
-    Between the layers of a pair, column-wise then row-wise, a rank has its part of the features as a plain tensor:
-    code there must not depend on their number, nor drop some (ranks draw alike); parameters must be sharded too.
+    Between a pair, column-wise then row-wise, a rank has a part of the features as a plain tensor: code there must not
+    depend on their number, nor drop some (ranks draw alike); plan norms as ``SequenceParallel(use_local_output=True)``.
     """
     if isinstance(block, Embedding):
         return {"byte": RowwiseParallel(input_layouts=Replicate())}  # Each rank looks up some tokens.

@@ -1,6 +1,5 @@
 """What is learned and measured: the losses, what they are a mean over, and the metrics."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ class Task:
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return the metrics of a split, from those of its samples: ``loss`` is in nats per token."""
         loss = metrics["loss"].sum(dtype=np.float64) / metrics["count"].sum()
-        bits_per_byte = loss / math.log(2) / self.about["bytes_per_token"]
+        bits_per_byte = loss / np.log(2) / self.about["bytes_per_token"]
         return {"loss": loss, "bits_per_byte": bits_per_byte, "perplexity": np.exp(loss)}
 
     def throughput(self, samples_per_second: float) -> dict[str, float]:
@@ -61,8 +60,7 @@ class Task:
 
 def count_operations(config: Config) -> int:
     """Return the operations of forward and backward per token (Chowdhery et al. 2022, PaLM, appendix B)."""
-    model = config.model
     with torch.device("meta"):
-        parameters = build_model(model).named_parameters()
+        parameters = build_model(model := config.model).named_parameters()
     multiplied = sum(p.numel() for name, p in parameters if not name.startswith("embedding"))  # They are looked up.
     return 6 * multiplied + 12 * model.layers * model.width * model.context

@@ -52,9 +52,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, or the best one of a run.dir, to the CPU, without running code from a file."""
-    if (best := path / "checkpoints" / "best").exists():
-        path = best.with_name(best.read_text())
+    """Read a checkpoint to the CPU, without running code from a file."""
     try:
         if path.suffix == ".dcp" or (path / ".metadata").exists():
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -78,8 +76,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def read_weights(path: Path) -> dict[str, Any]:
     """Return the weights in a file of any kind, by their names before DistributedDataParallel and torch.compile."""
-    content = read(path)
-    content = content.get("model") or content.get("state_dict") or content
+    content = (whole := read(path)).get("model") or whole.get("state_dict") or whole
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in content.items()}
 
 
@@ -131,8 +128,11 @@ class Checkpointer:
         """Wait until the next checkpoint can be saved; returns the part of it that all ranks hold."""
         self.finish(raises=False)
         self.parallel.average_buffers()
-        if not all(p.sum().isfinite() for p in self.parallel.module.parameters() if p.requires_grad):
-            raise UserError(f"the weights are not finite after step {progress['step']}, which is not saved")
+        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for name, p in self.parallel.module.named_parameters():
+            if p.requires_grad and not (p in trained and p.sum().isfinite()):
+                why = "not finite" if p in trained else "in no group of the optimizer; freeze it in build_model"
+                raise UserError(f"step {progress['step']} is not saved: {name} is {why}")
         return {"progress": progress, "config": self.settings, "scaler": self.parallel.scaler.state_dict()}
 
     def write(self, content: dict[str, Any], step: int) -> None:
@@ -164,7 +164,7 @@ class Checkpointer:
 
     def compare(self, saved: dict[str, Any]) -> list[str]:
         """Return which settings changed; rejects another model or dataset, and what decides which samples are left."""
-        ignored, changes = {*self.config.files(), "the content of model.weights", "run.dir"}, []
+        ignored, changes = {*self.config.files(), "model.weights", "the content of model.weights", "run.dir"}, []
         for section, values in self.settings.items():
             for key, value in values.items():
                 name = f"the {key}" if section == "content" else f"{section}.{key}"
@@ -178,11 +178,10 @@ class Checkpointer:
 
     def read_start(self) -> dict[str, Any]:
         """Return the newest checkpoint that can be read, else that of ``checkpoint.resume``, else ``model.weights``."""
-        lock(Path(self.config.run.dir))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock(self.folder.parent)
         for path in self.folder.glob("*.tmp"):  # What a kill left, or a full disk.
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if self.folder.is_symlink() and not self.folder.exists():
-            raise UserError(f"{self.folder} is a link to {self.folder.readlink()}, which is not there; mount it")
         resume, found = self.config.checkpoint.resume, list_checkpoints(self.folder)
         if found and resume == "never":
             raise UserError(f"checkpoint.resume is never, but there is {found[-1]}; give another run.dir")
@@ -190,8 +189,8 @@ class Checkpointer:
             try:
                 return self.read(path)
             except UserError as error:
-                print(f"{error}; it is now {path.name}.damaged", file=sys.stderr)
                 path.rename(f"{path}.damaged")
+                print(f"{error}; it is now {path.name}.damaged", file=sys.stderr)
         if damaged := [*self.folder.glob("step-*.damaged")]:
             raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir, or remove them")
         if resume not in ("auto", "never"):
@@ -235,7 +234,6 @@ def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) ->
 
 def lock(run_dir: Path) -> None:
     """Keep other runs out of ``run_dir`` as long as this process lives."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

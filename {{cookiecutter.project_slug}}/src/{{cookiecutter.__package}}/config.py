@@ -133,11 +133,9 @@ class Config:
 
     def files(self) -> dict[str, str]:
         """Return the values of settings that are files, by name: those with ``metadata={"file": True}``."""
-        files: dict[str, str] = {}
-        for section, settings in vars(self).items():
-            names = [setting.name for setting in fields(settings) if "file" in setting.metadata]
-            files |= {f"{section}.{name}": path for name in names if (path := getattr(settings, name)) is not None}
-        return files
+        every = [(section, part, one) for section, part in vars(self).items() for one in fields(part)]
+        files = {f"{name}.{one.name}": getattr(part, one.name) for name, part, one in every if "file" in one.metadata}
+        return {name: path for name, path in files.items() if path is not None}
 
     def check(self, world_size: int, trains: bool) -> None:
         """Reject values that cannot work; numbers are positive, or zero where that is the default."""
@@ -153,9 +151,8 @@ class Config:
                 raise UserError(f"{name} is {path}: no such file")
         if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
             raise UserError(f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1")
-        for part in (self.dataset, self.model, self.parallel):
-            if hasattr(part, "check"):
-                part.check(self, world_size)
+        for check in [part.check for part in vars(self).values() if hasattr(part, "check")]:
+            check(self, world_size)
         batch, dp_size = self.data.global_batch_size, self.parallel.dp_size(world_size)
         if trains and batch % (unit := dp_size * self.train.microbatches):
             raise UserError(f"data.global_batch_size is {batch}; give a multiple of {unit} (local x micro-batches)")

@@ -26,7 +26,7 @@ from .config import Config, UserError
 
 CPU, STOP_SIGNALS = torch.device("cpu"), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 GLOO = r"(Gloo .*)?\[\S*gloo/|Application timeout caused pair closure"  # How its errors begin.
-CLEAR = "state_dict for|a deterministic|(not|that) require.{1,4}grad|finished reduction|contiguous|have NCCL|no GPUs"
+CLEAR = "state_dict for|a deterministic|(not|that) require.{1,4}grad|finished reduction|FSDP does not|have NCCL|no GPUs"
 REPORT_SECONDS = 3.0  # How long ranks that waited in vain are counted, to find those that are silent.
 FILE_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.
 

@@ -64,13 +64,15 @@ class Evaluator:
     #:: else ::#
     @torch.no_grad()
     def measure(self) -> dict[str, np.ndarray]:
-        """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
+        """Return metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
         for batch in self.loader:
             inputs, targets = self.task.prepare(*to_device(batch, self.parallel.device))
             if (outputs := self.parallel.predict(inputs)) is not None:
-                for name, values in self.task.metrics(outputs, targets).items():
-                    # Copied: a tensor of a loader process is an open file. NumPy lacks bfloat16.
+                if not isinstance(measured := self.task.metrics(outputs, targets), dict):
+                    raise UserError("Task.metrics returns no dictionary")
+                for name, values in measured.items():
+                    # Copied: a loader's is an open file. NumPy lacks bfloat16.
                     copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
                     collected.setdefault(name, []).append(torch.atleast_1d(copy))
         count = self.sampler.count if collected else 0

@@ -108,7 +108,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         raise UserError("the tensors of a batch differ in their first dimension, the samples; pad them in Task.prepare")
     if parts > 1 and not all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves):
         raise UserError("only tensors can be split into micro-batches; let Task.prepare or collate_fn return tensors")
-    chunks = [leaf.chunk(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
+    chunks = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
     return [tree_unflatten(list(micro), structure) for micro in zip(*chunks, strict=True)]
 
 
@@ -137,7 +137,7 @@ class MeanLosses:
         if "\n".join(names) != self.names or names[:1] != ["loss"] or "grad_norm" in names:  # The first rank's.
             raise UserError(f"Task.losses returns {names or losses}; give each batch `loss`, and the same other names")
         for name, loss in losses.items():
-            losses[name] = part = loss.to(self.process.device) / self.weight
+            losses[name] = part = torch.as_tensor(loss, device=self.process.device) / self.weight
             self.sums[name] = self.sums.get(name, 0) + part.detach()
         return losses["loss"]
 

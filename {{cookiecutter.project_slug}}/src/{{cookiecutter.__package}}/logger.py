@@ -121,12 +121,12 @@ def profile_steps(config: Config, process: Process) -> Any:
 
 
 def plot(run_dirs: Sequence[str], output: str) -> None:
-    """Draw runs: a panel for each number; for each run, or entry of a list, points and a moving mean."""
+    """Draw runs: a panel per number; for each run, or entry of a list, points and a mean."""
     from matplotlib.figure import Figure  # Takes a second to import.
 
     panels: Any = defaultdict(lambda: defaultdict(list))  # By event and name, then by run and entry.
     for run in run_dirs:
-        for record in map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines()):
+        for record in map(json.loads, Path(run, "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()):
             for name, value in record.items():
                 for entry, number in enumerate(value if isinstance(value, list) else [value]):
                     if type(number) is float:  # Else null.

@@ -33,7 +33,7 @@ class Trainer:
         self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(each) for each in sets])
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
         self.recent: list[dict[str, Any]] = []  # Losses and norms since the last record.
-        self.waited = 0.0  # For data, in seconds since then.
+        self.waited = 0.0  # For data, in seconds.
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
@@ -41,7 +41,7 @@ class Trainer:
         if self.steps and self.evaluates() and not any(self.process.all_gather(self.steps in self.logger.evaluations)):
             self.evaluate()  # The run ended between checkpoint and evaluation.
         self.clock = self.ready = time.perf_counter()
-        with self.checkpointer.writer, profile_steps(self.config, self.process) as profiler:
+        with profile_steps(self.config, self.process) as profiler:
             while self.steps < self.total_steps and not stopped:
                 self.sampler.set_epoch(*self.sampler.position(self.steps))
                 for batch in self.loader:
@@ -81,8 +81,9 @@ class Trainer:
         losses.weigh(targets)
         parallel.forward_backward(inputs, targets, losses)
         self.check_gradients()
+        rate = learning_rate(self.steps, self.scheduled_steps, self.config.optim) / self.config.optim.lr
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.steps, self.scheduled_steps, self.config.optim)
+            group["lr"] = rate * group.setdefault("initial_lr", group["lr"])
         parallel.scaler.unscale_(self.optimizer)
         norm = parallel.clip_grad_norm(self.config.train.clip_grad_norm or math.inf)
         parallel.scaler.step(self.optimizer)
