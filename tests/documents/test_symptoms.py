@@ -89,6 +89,12 @@ def hold_a_short_buffer(project: Path) -> str:
     return report(project, code=1)
 
 
+def link_to_nowhere(project: Path) -> str:
+    (project / "run").mkdir()
+    (project / "run" / "checkpoints").symlink_to("/nowhere/checkpoints")
+    return report(project, code=2)
+
+
 def find_a_port_in_use(project: Path) -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -114,8 +120,8 @@ def lack_the_environment(project: Path) -> str:
 
 CAUSES = [
     *(hang, call_another_collective, fail, be_killed, have_unused_parameters, explode, share_a_folder, be_damaged),
-    *(fill_the_disk, hold_a_lambda, hold_a_short_buffer, find_a_port_in_use, have_an_unreachable_name),
-    *(change_the_batch, lack_the_environment),
+    *(fill_the_disk, hold_a_lambda, hold_a_short_buffer, link_to_nowhere, find_a_port_in_use),
+    *(have_an_unreachable_name, change_the_batch, lack_the_environment),
 ]
 
 

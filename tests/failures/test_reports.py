@@ -289,21 +289,45 @@ def test_batches_that_lost_samples_are_split_into_micro_batches(bake: Bake) -> N
 GROUPS = ("optim.py", '    groups = groups or [{"params": []}]  # All may be frozen.\n')
 
 
+RATES = """
+import sys
+from my_experiment.__main__ import parse
+from my_experiment.distributed import cleanup, rendezvous, setup
+from my_experiment.train import Trainer
+_, config, _ = parse(["train", *sys.argv[1:]])
+setup(config, process := rendezvous(config))
+trainer = Trainer(config, process)
+trainer.run()
+print(*(group["lr"] for group in trainer.optimizer.param_groups))
+cleanup(process)
+"""
+
+
 def test_a_group_keeps_its_share_of_the_learning_rate(bake: Bake) -> None:
     project = bake()
-    edit(project, add(GROUPS, '    groups[0]["lr"] = 1e-30\n'))
-    for steps in ("2", "4"):
-        launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", steps)
-    (first, last), run_dir = ("step-00000002.pt", "step-00000004.pt"), project / "run" / "checkpoints"
-    before, after = (torch.load(run_dir / name, weights_only=True)["model"] for name in (first, last))
-    assert {before[name].dim() > 1 for name in before if torch.equal(before[name], after[name])} == {True}
-    assert {before[name].dim() > 1 for name in before if not torch.equal(before[name], after[name])} == {False}
+    edit(project, add(GROUPS, '    groups[0]["lr"] = config.lr / 2\n'))
+    last = {}
+    for steps in ("2", "4"):  # The second start resumes.
+        words = [*SMALL[1:], "--run.dir", "run", "--train.max_steps", steps]
+        last[steps] = [float(word) for word in run_python(project, RATES, *words).splitlines()[-1].split()]
+        assert last[steps][0] == pytest.approx(last[steps][1] / 2)
+    assert last["2"][0] < last["4"][0] < load(project / "run")["config"]["optim"]["lr"] / 2  # They warm up.
 
 
-def test_a_parameter_that_the_optimizer_lacks_is_named_before_it_is_saved(bake: Bake) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_parameter_that_the_optimizer_lacks_is_named_before_it_is_saved(bake: Bake, late: bool) -> None:
     project = bake()
-    edit(project, {("optim.py", "if parameter.requires_grad:"): "if parameter.dim() > 1:"})
-    assert "step 4 is not saved: stem.norm.weight is in no group of the optimizer" in refuse(project)
+    if late:
+        build = {BUILD: f"    blocks['stem'].requires_grad_(False)\n{BUILD[1]}"}
+        stem = "self.parallel.module.stem.requires_grad_(True).parameters()"
+        thaw = f"        if self.steps == 2:\n            self.optimizer.add_param_group({{'params': [*{stem}]}})\n"
+        edit(project, build | add(("train.py", "        self.optimizer.zero_grad()\n"), thaw))
+    else:
+        edit(project, {("optim.py", "if parameter.requires_grad:"): "if parameter.dim() > 1:"})
+    assert (
+        f"step 4 is not saved: stem.{'conv' if late else 'norm'}.weight is trained, but the optimizer lacked it"
+        in refuse(project)
+    )
 
 
 NORMS = {
@@ -327,11 +351,11 @@ PLANNED = {
 def test_a_parameter_that_works_on_shards_is_in_the_plan_or_refused(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism, task="language")
     edit(project, NORMS)
-    words = ["--parallel.tensor", "2"]
-    assert "block0.norms.0.weight works on shards" in refuse(project, *words)
+    words = ["--parallel.tensor", "2", "--optim.warmup_steps", "0"]
+    assert "copies of block0.norms.0.weight drift apart" in refuse(project, *words)
     edit(project, PLANNED)
     for nproc in (1, 2):
-        launch(project, *SMALL, *words[: 2 * (nproc - 1)], "--run.dir", f"run{nproc}", nproc=nproc)
+        launch(project, *SMALL, *(words if nproc > 1 else words[2:]), "--run.dir", f"run{nproc}", nproc=nproc)
     one, two = (load(project / f"run{nproc}")["model"] for nproc in (1, 2))
     assert all(torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-6) for name in one)
 
@@ -345,14 +369,25 @@ def test_weights_that_a_run_started_from_may_be_gone(bake: Bake) -> None:
     assert "step 2 of 4" in launch(project, *SMALL, "--run.dir", "run").stdout
 
 
-def test_a_run_that_fails_does_not_wait_for_shards_that_others_write(bake: Bake) -> None:
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_run_that_fails_ends_a_save_of_its_own_and_waits_for_no_other(bake: Bake, form: str) -> None:
     project = bake(parallelism="fsdp")
-    write, zeroed = ("sharded.py", "            dcp.save("), ("train.py", "        self.optimizer.zero_grad()\n")
-    edit(project, {write: f"            __import__('time').sleep(1e4 * self.process.rank)\n{write[1]}"})
+    if form == "full":
+        write, slow = (
+            ("checkpoint.py", "        write_atomically(path, lambda"),
+            "        __import__('time').sleep(4)\n",
+        )
+    else:
+        write, slow = (
+            ("sharded.py", "            dcp.save("),
+            "            __import__('time').sleep(1e4 * self.process.rank)\n",
+        )
+    edit(project, {write: slow + write[1]})
     fails = "        if self.steps == 2 and self.process.rank == 0:\n            raise ValueError('a bad sample')\n"
-    edit(project, add(zeroed, fails))
-    words = ["--checkpoint.format", "sharded", "--checkpoint.every_steps", "2", "--run.dir", "run"]
+    edit(project, add(("train.py", "        self.optimizer.zero_grad()\n"), fails))
+    words = ["--checkpoint.format", form, "--checkpoint.every_steps", "2", "--run.dir", "run"]
     assert "ValueError: a bad sample" in launch(project, *SMALL, *words, code=1).stderr
+    assert (project / "run/checkpoints/step-00000002.pt").exists() == (form == "full")
 
 
 def test_a_sharded_run_is_evaluated_without_a_full_checkpoint(bake: Bake) -> None:

@@ -625,8 +625,8 @@ FAULTS = {
     ),
     "weights that are not finite are saved": Fault(
         SRC + "checkpoint.py",
-        "(p in trained and p.sum().isfinite())",
-        "(p in trained)",
+        "(p in self.trained and p.sum().isfinite())",
+        "(p in self.trained)",
         RUN_DIR + "test_weights_that_are_not_finite_are_not_saved[ddp]",
     ),
     "a full disk leaves what was half written": Fault(
@@ -680,8 +680,8 @@ FAULTS = {
     ),
     "copies of a parameter that works on shards drift apart": Fault(
         PARALLEL + "shared/sharded.py",
-        "own.get(n, v) != v",
-        "own.get(n, v) != own.get(n, v)",
+        "own.get(n, v) > 1.0001 * v",
+        "own.get(n, v) > 1e9 * v",
         REPORTS + "test_a_parameter_that_works_on_shards_is_in_the_plan_or_refused[tensor]",
     ),
     "validation is on the test set": Fault(

@@ -319,10 +319,9 @@ def last_step(folder: Path) -> int:
 
 def assert_matches(folder: Path, theirs: oracle.Result) -> None:
     """Assert that a run has logged what the plain loop gives, and ended with its weights."""
-    records = read_records(folder, "train")
+    assert_records_match(records := read_records(folder, "train"), theirs.records)
     for name in ("loss", "grad_norm"):
         print(name, f"{max(abs(a[name] / b[name] - 1) for a, b in zip(records, theirs.records, strict=True)):.1e}")
-    assert_records_match(records, theirs.records)
     due = [each for each in read_records(folder, "eval") if each["step"] % COMMON["train.eval_every"] == 0]
     assert_records_match(due, theirs.evaluations)  # Where max_steps ended an earlier start, there is one more.
     newest = torch.load(sorted((folder / "checkpoints").glob("step-*.pt"))[-1], weights_only=True)

@@ -90,7 +90,7 @@ class Parallel:
         if (forms := self.outline.trace(batches[0][0])) is not self.forms:
             form, output, count = forms[self.position], forms[self.position + 1], self.config.pipeline
             stage = PipelineStage(self.stage, self.position, count, self.device, form, output, group=self.group)
-            # 1F1B needs as many micro-batches as stages.
+            # 1F1B needs a micro-batch for each stage.
             kind: Any = Schedule1F1B if self.microbatches >= count else ScheduleGPipe
             self.schedule = kind(stage, self.microbatches, lambda *_: self.loss(), scale_grads=False)
             self.forms = forms
@@ -119,7 +119,7 @@ class Parallel:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
-        split = [g for g in gradients if g.device_mesh.size() > self.dp_size and g.placements[-1].is_shard()]
+        split = [g for g in gradients if "tensor" in g.device_mesh.mesh_dim_names and g.placements[-1].is_shard()]
         counted = split if self.tensor_rank > 0 else gradients  # Each once.
         own = nn.utils.get_total_norm([g.to_local() for g in counted]).to(self.device)
         norms = [torch.empty_like(own) for _ in range(self.process.world_size)]

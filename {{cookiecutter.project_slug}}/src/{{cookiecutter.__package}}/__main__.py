@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> None:
     words = [word for word in argv if word != "--preflight"]
     try:
         name, config, options = parse(words)
-        if (best := Path(str(options.get("checkpoint")), "checkpoints", "best")).exists():  # Of a run.dir.
+        if "checkpoint" in COMMANDS[name][1] and (best := Path(str(options.checkpoint), "checkpoints/best")).exists():
             options.checkpoint = str(best.with_name(best.read_text()))
         if "checkpoint" in COMMANDS[name][1] and not os.path.exists(str(options.checkpoint)):
             raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")

@@ -96,6 +96,7 @@ class Checkpointer:
     def restore(self, parallel: Any, optimizer: Any, lengths: list[int]) -> tuple[int, list[str]]:
         """Load what was read; returns how many steps the run has taken, and the settings that have changed since."""
         self.parallel, self.optimizer, files = parallel, optimizer, self.config.files()
+        self.trained = {p for group in optimizer.param_groups for p in group["params"]}
         digests = self.process.on_main(lambda: {f"content of {k}": digest(Path(v)) for k, v in files.items()})
         self.settings = asdict(self.config) | {"content": {"number of samples": lengths, **digests}}
         if "progress" not in self.start:
@@ -128,10 +129,9 @@ class Checkpointer:
         """Wait until the next checkpoint can be saved; returns the part of it that all ranks hold."""
         self.finish(raises=False)
         self.parallel.average_buffers()
-        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
         for name, p in self.parallel.module.named_parameters():
-            if p.requires_grad and not (p in trained and p.sum().isfinite()):
-                why = "not finite" if p in trained else "in no group of the optimizer; freeze it in build_model"
+            if p.requires_grad and not (p in self.trained and p.sum().isfinite()):
+                why = "not finite" if p in self.trained else "trained, but the optimizer lacked it at the start"
                 raise UserError(f"step {progress['step']} is not saved: {name} is {why}")
         return {"progress": progress, "config": self.settings, "scaler": self.parallel.scaler.state_dict()}
 

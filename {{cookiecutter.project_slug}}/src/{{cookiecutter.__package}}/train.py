@@ -32,16 +32,16 @@ class Trainer:
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
         self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(each) for each in sets])
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
-        self.recent: list[dict[str, Any]] = []  # Losses and norms since the last record.
-        self.waited = 0.0  # For data, in seconds.
+        self.recent: list[dict[str, Any]] = []  # Losses and norms since a record.
+        self.waited = 0.0  # For data, seconds.
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
         stopped = False
         if self.steps and self.evaluates() and not any(self.process.all_gather(self.steps in self.logger.evaluations)):
-            self.evaluate()  # The run ended between checkpoint and evaluation.
+            self.evaluate()  # It ended between checkpoint and evaluation.
         self.clock = self.ready = time.perf_counter()
-        with profile_steps(self.config, self.process) as profiler:
+        with self.checkpointer.writer, profile_steps(self.config, self.process) as profiler:
             while self.steps < self.total_steps and not stopped:
                 self.sampler.set_epoch(*self.sampler.position(self.steps))
                 for batch in self.loader:
@@ -56,7 +56,7 @@ class Trainer:
         self.checkpointer.finish()
         self.checkpointer.prune(self.logger.best_steps(self.task))
         if stopped:
-            self.logger.print(f"stopped after step {self.steps}; the same command resumes the run")
+            self.logger.print(f"stopped after step {self.steps}; the same command resumes it")
         #:: if file("tracker", "tracker.py") ::#
         self.logger.close()
         #:: endif ::#
@@ -109,7 +109,7 @@ class Trainer:
         stopped = self.stop.agreed(must_check=logs)
         if logs or stopped:
             self.log()
-        if saves or stopped:  # Before the evaluation, which may take long.
+        if saves or stopped:  # Before the evaluation, which takes long.
             epoch, samples = self.sampler.position(step)
             self.checkpointer.save({"step": step, "epoch": epoch, "samples": samples})
         if evaluates and not stopped:
