@@ -64,7 +64,7 @@ class Checkpointer(checkpoint.Checkpointer):
             dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=dsd.StateDictOptions(strict=False))
 
     def save(self, progress: dict[str, int]) -> None:
-        """Save the run in the format; a thread of each rank writes its shards; no failing run waits."""
+        """Save in the format. Shards get a thread of their own: a failing run must not wait for others."""
         #:: if fact("plans_layers") ::#
         whole = [x for x in self.parallel.module.named_parameters() if "tensor" not in x[1].device_mesh.mesh_dim_names]
         own = {(self.parallel.dp_rank, name): p.to_local().norm().item() for name, p in whole}

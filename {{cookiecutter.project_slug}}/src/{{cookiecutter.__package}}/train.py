@@ -33,7 +33,7 @@ class Trainer:
         self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(each) for each in sets])
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
         self.recent: list[dict[str, Any]] = []  # Losses and norms since a record.
-        self.waited = 0.0  # For data, seconds.
+        self.waited = 0.0  # Seconds, for data.
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
