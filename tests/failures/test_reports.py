@@ -43,7 +43,7 @@ PAIR = (
     "dataset.py",
     "return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]",
 )
-COLLATED = ("dataset.py", "collate_fn = default_collate\n")
+COLLATED = ("dataset.py", "collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.\n")
 BUILT = (
     "dataset.py",
     'return Subset(whole, order[VALIDATION:]), Subset(Digits("train"), order[:VALIDATION]), Digits("test")',
@@ -525,6 +525,8 @@ def test_a_parameter_that_had_no_gradient_trains_after_a_resume(
     assert taken.pop("stem.extra") == (3 if words else 2) and {*taken.values()} == {5 if words else 4}
 
 
+STEP = ("train.py", "        seed_everything(seed, self.process.device)\n")
+FREEZE = "        self.parallel.module.stem.conv.weight.requires_grad_(self.steps < 2)\n"
 STREAM = """class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(Digits("train"))
@@ -541,12 +543,20 @@ STREAM = """class Stream(torch.utils.data.IterableDataset):
         ),
         ({BUILT: STREAM}, "IterableDataset"),
         ({BUILD: "    return nn.Sequential(blocks).requires_grad_(False)\n"}, "requires a gradient"),
+        ({STEP: STEP[1] + FREEZE}, "the loss does not depend on ['stem.conv.weight']"),
     ],
 )
 def test_what_cannot_be_trained_or_evaluated_is_one_line(bake: Bake, changes: Changes, named: str) -> None:
     project = bake()
     edit(project, changes)
     assert named in refuse(project)
+
+
+@pytest.mark.parametrize("parallelism", ["pipeline", "mesh"])
+def test_a_model_that_is_all_frozen_is_refused(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism)
+    edit(project, {BUILD: "    return nn.Sequential(blocks).requires_grad_(False)\n"})
+    assert "all parameters are frozen" in refuse(project)
 
 
 @pytest.mark.parametrize(
@@ -789,6 +799,8 @@ def test_a_loader_process_that_dies_is_named(bake: Bake, rank: int, workers: str
 def test_a_run_whose_output_nobody_reads_ends_well(bake: Bake, redirection: str) -> None:
     project = bake()
     script = f'scripts/launch.sh "$@" {redirection}; exit "${{PIPESTATUS[0]}}"'
+    (project / "run").mkdir()
+    (project / "run/metrics.jsonl").write_text("damaged")
     run("bash", "-c", script, "_", *SMALL, *WORKERS, "--run.dir", "run", cwd=project, NPROC="2")
     assert len(read_losses(project / "run")) == 4 and (project / "run/checkpoints/step-00000004.pt").exists()
 

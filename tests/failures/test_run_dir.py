@@ -195,19 +195,24 @@ def test_checkpoints_have_the_order_of_their_numbers(bake: Bake) -> None:
     assert "run: step 4 of 8" in out and not [name for name in names(project) if name.endswith(".damaged")]
 
 
-def test_a_crash_of_the_machine_damages_no_more_than_a_line(bake: Bake) -> None:
+@pytest.mark.parametrize("damage", [b"\0" * 700, b'7\n{"event": "tr', b"\xff\n\x9d{}"])
+def test_what_a_crash_of_the_machine_damaged_is_set_aside(bake: Bake, damage: bytes) -> None:
     """File systems may leave NULs, or nothing, where a machine has stopped before data was on the disk."""
     project = bake()
     train(project, "--train.max_steps", "4")
-    with (project / "run" / "metrics.jsonl").open("ab") as file:
-        file.write(b"\0" * 700 + b'\n{"event": "tr')
+    records = project / "run" / "metrics.jsonl"
+    records.write_bytes(damaged := records.read_bytes() + damage)
     (project / "run" / "provenance.json").write_bytes(b"")
     (project / "run" / "checkpoints" / "step-00000009.pt.tmp").write_bytes(bytes(9))
-    assert not train(project)
-    assert len(read_losses(project / "run")) == STEPS and b"\0" not in (project / "run/metrics.jsonl").read_bytes()
+    assert train(project).splitlines() == [
+        "run/provenance.json is no JSON; it is now provenance.json.damaged",
+        "run/metrics.jsonl has a damaged or unfinished line; it is now metrics.jsonl.damaged",
+    ]
+    assert (project / "run/metrics.jsonl.damaged").read_bytes() == damaged
+    assert len(read_losses(project / "run")) == STEPS
     provenance = json.loads((project / "run" / "provenance.json").read_text())
     assert provenance["step"] == 4 and provenance["earlier"] == []
-    assert not [name for name in names(project) if name.endswith(".tmp")]
+    assert not [name for name in names(project) if name.endswith(".tmp")] and not train(project)
 
 
 def test_a_run_whose_folder_is_removed_ends_with_an_error(bake: Bake) -> None:
@@ -296,9 +301,10 @@ def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
         launch(project, "export", "--checkpoint", file, "--output", "weights.safetensors")
         weights = load_file(project / "weights.safetensors")
         assert weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
-    for words in (["src", "--output", "a.safetensors"], [newest, "--output", "README.md/a.safetensors"]):
+    no_run, no_folder = ["src", "--output", "a.safetensors"], [newest, "--output", "README.md/a.safetensors"]
+    for words, named in ((no_run, "a run.dir that was evaluated"), (no_folder, "README.md")):
         error = launch(project, "export", "--checkpoint", *words, code=2).stderr
-        assert error.startswith("error: ") and error.count("\n") == 1, error
+        assert error.startswith("error: ") and error.count("\n") == 1 and named in error, error
     launch(project, "plot", "--runs", "[run]", "--output", "curves.png")
     assert (project / "curves.png").read_bytes().startswith(b"\x89PNG")
     traces = [json.loads(path.read_text()) for path in (project / "run").glob("*trace*.json")]

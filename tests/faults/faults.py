@@ -285,9 +285,15 @@ FAULTS = {
     ),
     "records of steps that are repeated remain": Fault(
         SRC + "logger.py",
-        '(record := json.loads(line))["step"] <= step',
-        '(record := json.loads(line))["step"] >= 0',
+        'record["step"] <= step',
+        'record["step"] >= 0',
         f"{KILLED}[2]",
+    ),
+    "records that cannot be read are lost": Fault(
+        SRC + "logger.py",
+        "if len(records) < len(lines):",
+        "if not lines:",
+        RUN_DIR + "test_what_a_crash_of_the_machine_damaged_is_set_aside",
     ),
     "a folder that is not mounted is a fresh start": Fault(
         SRC + "checkpoint.py",
@@ -297,9 +303,9 @@ FAULTS = {
     ),
     # Evaluation
     "the last samples are lost on uneven ranks": Fault(
-        SRC + "loader.py",
-        "self.indices = range(dp_rank, length, dp_size)",
-        "self.indices = range(dp_rank, length // dp_size * dp_size, dp_size)",
+        SRC + "evaluate.py",
+        "self.indices = range(parallel.dp_rank, self.length, parallel.dp_size)",
+        "self.indices = range(parallel.dp_rank, self.length - self.length % parallel.dp_size, parallel.dp_size)",
         "project/tests/test_evaluate.py::test_every_sample_counts_once[3]",
         LANGUAGE,
     ),

@@ -22,8 +22,7 @@ from .distributed import derive_seed
 EVALUATION_EPISODES = 100
 Policy = Callable[[Tensor], Tensor]  # Maps (batch, numbers) observations to (batch, actions + 1) logits and values.
 
-# Makes a batch, a pair (inputs, targets), of a list of samples.
-collate_fn = default_collate
+collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.
 
 
 class Numbers(Dataset[tuple[int, int]]):

@@ -13,8 +13,7 @@ from .config import Config
 
 VALIDATION = 237  # Images of the training set that are kept for validation.
 
-# Makes a batch, a pair (inputs, targets), of a list of samples.
-collate_fn = default_collate
+collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):

@@ -12,8 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from .config import Config, DatasetConfig, UserError
 
-# Makes a batch, a pair (inputs, targets), of a list of samples.
-collate_fn = default_collate
+collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):

@@ -142,10 +142,11 @@ def main(argv: Sequence[str]) -> None:
     words = [word for word in argv if word != "--preflight"]
     try:
         name, config, options = parse(words)
-        if "checkpoint" in COMMANDS[name][1] and (best := Path(str(options.checkpoint), "checkpoints/best")).exists():
-            options.checkpoint = str(best.with_name(best.read_text()))
-        if "checkpoint" in COMMANDS[name][1] and not os.path.exists(str(options.checkpoint)):
-            raise UserError(f"--checkpoint is {options.checkpoint}; give the path of a checkpoint")
+        path = str(options.get("checkpoint"))
+        if "checkpoint" in COMMANDS[name][1] and (best := Path(path, "checkpoints/best")).exists():
+            options.checkpoint = path = str(best.with_name(best.read_text()))
+        if "checkpoint" in COMMANDS[name][1] and not any(map(os.path.isfile, (path, f"{path}/.metadata"))):
+            raise UserError(f"--checkpoint is {path}; give that of a checkpoint, or a run.dir that was evaluated")
         folder = next(filter(Path.exists, Path(config.run.dir, "-").absolute().parents))  # It, or where it would be.
         if name == "train" and os.environ.get("NODE_RANK", "0") == "0" and not os.access(f"{folder}/", os.W_OK):
             raise UserError(f"run.dir is {config.run.dir}, but {folder} is no folder to write to; give another run.dir")

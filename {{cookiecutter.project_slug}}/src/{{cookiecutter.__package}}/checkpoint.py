@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict
+from logging import getLogger
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -97,6 +97,8 @@ class Checkpointer:
         """Load what was read; returns how many steps the run has taken, and the settings that have changed since."""
         self.parallel, self.optimizer, files = parallel, optimizer, self.config.files()
         self.trained = {p for group in optimizer.param_groups for p in group["params"]}
+        if not any(self.process.all_gather(len(self.trained))):
+            raise UserError("all parameters are frozen; leave some for the loss to change")
         digests = self.process.on_main(lambda: {f"content of {k}": digest(Path(v)) for k, v in files.items()})
         self.settings = asdict(self.config) | {"content": {"number of samples": lengths, **digests}}
         if "progress" not in self.start:
@@ -151,7 +153,7 @@ class Checkpointer:
             if error and raises:
                 raise error
             if error and self.process.rank == 0:
-                print(f"error: {error}; the run continues, and saves again when due", file=sys.stderr)
+                getLogger(__name__).error(f"error: {error}; the run continues, and saves again when due")
 
     def prune(self, best_first: list[int]) -> None:
         """Let rank 0 remove all complete checkpoints but the newest ``checkpoint.keep`` and the best one."""
@@ -189,8 +191,7 @@ class Checkpointer:
             try:
                 return self.read(path)
             except UserError as error:
-                path.rename(f"{path}.damaged")
-                print(f"{error}; it is now {path.name}.damaged", file=sys.stderr)
+                set_aside(path, str(error))
         if damaged := [*self.folder.glob("step-*.damaged")]:
             raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir, or remove them")
         if resume not in ("auto", "never"):
@@ -232,6 +233,12 @@ def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) ->
     os.close(folder)
 
 
+def set_aside(path: Path, reason: str) -> None:
+    """Rename what cannot be read."""
+    path.rename(f"{path}.damaged")
+    getLogger(__name__).warning(f"{reason}; it is now {path.name}.damaged")
+
+
 def lock(run_dir: Path) -> None:
     """Keep other runs out of ``run_dir`` as long as this process lives."""
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -240,4 +247,4 @@ def lock(run_dir: Path) -> None:
     except (BlockingIOError, PermissionError):
         raise UserError(f"{run_dir} is in use by another run; wait for it, or give another run.dir") from None
     except OSError as error:  # A file system without locks.
-        print(f"{run_dir} cannot be locked ({error.strerror}); let no other run use it", file=sys.stderr)
+        getLogger(__name__).warning(f"{run_dir} cannot be locked ({error.strerror}); let no other run use it")

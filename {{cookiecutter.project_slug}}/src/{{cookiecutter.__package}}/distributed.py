@@ -65,8 +65,7 @@ class Process:
 def rendezvous(config: Config) -> Process:
     """Find the other ranks by the launcher's variables, or be alone if there are none."""
     if sys.platform == "linux" and "LOCAL_RANK" in os.environ:
-        # End with the launcher, even if that is killed: a rank that remains would keep its GPU and its files.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with a launcher that is killed.
         if os.environ.get("LAUNCHER_PID") not in (None, str(os.getppid())):
             exit_now(1)  # It was killed before.
     if "RANK" not in os.environ:

@@ -16,7 +16,7 @@ from .checkpoint import read_on_main
 from .config import Config, UserError
 from .dataset import build_datasets
 from .distributed import Process, seed_everything
-from .loader import EvalSampler, build_loader, to_device
+from .loader import build_loader, to_device
 from .parallel import Parallel
 from .task import Task
 
@@ -45,8 +45,10 @@ class Evaluator:
 
     def __init__(self, task: Task, parallel: Parallel, dataset: Any, config: Config) -> None:
         self.task, self.parallel, self.length = task, parallel, len(dataset)
-        self.sampler = EvalSampler(self.length, parallel.dp_rank, parallel.dp_size)
-        self.loader = build_loader(dataset, self.sampler, config.data.eval_batch_size, config, parallel.device)
+        self.indices = range(parallel.dp_rank, self.length, parallel.dp_size)
+        self.padded = -(-self.length // parallel.dp_size)  # The last may not count.
+        keys = [(0, index) for index in (*self.indices, 0)[: self.padded]]
+        self.loader = build_loader(dataset, keys, config.data.eval_batch_size, config, parallel.device)
 
     def __call__(self, process: Process) -> dict[str, Any]:
         """Return on rank 0 what ``Task.aggregate`` makes of all samples."""
@@ -75,11 +77,11 @@ class Evaluator:
                     # Copied: a loader's is an open file. NumPy lacks bfloat16.
                     copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
                     collected.setdefault(name, []).append(torch.atleast_1d(copy))
-        count = self.sampler.count if collected else 0
-        metrics = {"index": np.array(self.sampler.indices[:count], dtype=np.int64)}
+        count = len(self.indices) if collected else 0
+        metrics = {"index": np.array(self.indices[:count], dtype=np.int64)}
         for name, batches in collected.items():
             whole = torch.cat(batches)
-            if len(whole) != self.sampler.padded:
+            if len(whole) != self.padded:
                 raise UserError(f"Task.metrics has to return one value of {name} for each sample")
             metrics[name] = whole[:count].cpu().numpy()
         return metrics

@@ -43,17 +43,6 @@ class TrainSampler(Sampler[Key]):
         return ((self.epoch, index) for index in order[self.dp_rank :: self.dp_size].tolist())
 
 
-class EvalSampler(Sampler[Key]):
-    """Every ``dp_size``-th sample from ``dp_rank`` on, and one that does not count if another rank has one more."""
-
-    def __init__(self, length: int, dp_rank: int, dp_size: int) -> None:
-        self.indices = range(dp_rank, length, dp_size)
-        self.count, self.padded = len(self.indices), -(-length // dp_size)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter([(0, index) for index in (*self.indices, 0)[: self.padded]])
-
-
 class Seeded(Dataset[Any]):
     """A dataset whose random transforms are a function of (seed, epoch, index), for any rank and loader process."""
 

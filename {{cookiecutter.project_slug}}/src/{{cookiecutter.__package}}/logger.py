@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-from .checkpoint import write_atomically
+from .checkpoint import set_aside, write_atomically
 from .config import Config, UserError
 from .distributed import Process
 #:: if file("tracker", "tracker.py") ::#
@@ -37,7 +37,7 @@ class Logger:
         self.run_dir = run_dir = Path(config.run.dir)
         write_atomically(run_dir / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
         write_provenance(run_dir / "provenance.json", process, step, changes)
-        records = drop_records_after(run_dir / "metrics.jsonl", step)
+        records = records_until(run_dir / "metrics.jsonl", step)
         self.evaluations = {r["step"]: r for r in records if r["event"] == "eval"}
         self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
         if process.device.type != "cpu":
@@ -87,21 +87,26 @@ class Logger:
     #:: endif ::#
 
 
-def drop_records_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop records after ``step``, which a resumed run writes again, and an unfinished line; returns the rest."""
-    records = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with suppress(ValueError):  # The last line may be unfinished.
-            records += [record] if (record := json.loads(line))["step"] <= step else []
+def records_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the records up to ``step``, and drop the others, which a resumed run writes again."""
+    lines, records = path.read_text(errors="replace").splitlines() if path.exists() else [], []
+    for line in lines:
+        with suppress(ValueError, TypeError):
+            records.append({**json.loads(line)})
+    if len(records) < len(lines):
+        set_aside(path, f"{path} has a damaged or unfinished line")
+    records = [record for record in records if record["step"] <= step]
     write_atomically(path, "".join(json.dumps(r) + "\n" for r in records))
     return records
 
 
 def write_provenance(path: Path, process: Process, step: int, changes: list[str]) -> None:
     """Write where this start of the run came from, followed by that of its earlier starts."""
-    last = {}
-    with suppress(FileNotFoundError, ValueError):
-        last = json.loads(path.read_text())
+    last: dict[str, Any] = {}
+    try:
+        last = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        set_aside(path, f"{path} is no JSON")
     content: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
     with suppress(OSError, subprocess.SubprocessError):  # Without a repository, nothing is known of the code.
         command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]

@@ -32,8 +32,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
         self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(each) for each in sets])
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
-        self.recent: list[dict[str, Any]] = []  # Losses and norms since a record.
-        self.waited = 0.0  # Seconds, for data.
+        self.recent, self.waited = list[dict[str, Any]](), 0.0  # Steps, and seconds for data.
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
@@ -93,10 +92,9 @@ class Trainer:
 
     def check_gradients(self) -> None:
         """Reject parameters that the loss does not depend on."""
-        missing = any(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
+        missing = {p for p in self.checkpointer.trained if p.grad is None}
         if missing and not self.config.train.allow_unused:
-            named = self.parallel.module.named_parameters()
-            unused = [name for name, p in named if p.requires_grad and p.grad is None]
+            unused = [name for name, p in self.parallel.module.named_parameters() if p in missing]
             raise UserError(f"the loss does not depend on {unused[:5]}; use or freeze them, or set train.allow_unused")
 
     def finish_step(self) -> bool:
