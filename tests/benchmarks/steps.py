@@ -72,7 +72,8 @@ def by_hand(project: Path, task: str, folder: Path) -> float:
     script.write_text(BY_HAND.replace("EVERY", str(EVERY)))
     command = [BIN / "torchrun", "--standalone", "--nproc-per-node=2", script, str(STEPS[task])]
     environment = ENVIRONMENT | {"PYTHONPATH": str(project / "src")}
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=project).stdout
+    # After its last line, gloo may abort it: it does not end as a project does.
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=project).stdout
     return statistics.median([float(line.split()[1]) for line in out.splitlines() if line.startswith("speed")][1:])
 
 

@@ -43,7 +43,10 @@ PAIR = (
     "dataset.py",
     "return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]",
 )
-COLLATED = ("dataset.py", "collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.\n")
+COLLATED = (
+    "dataset.py",
+    "collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.\n",
+)
 BUILT = (
     "dataset.py",
     'return Subset(whole, order[VALIDATION:]), Subset(Digits("train"), order[:VALIDATION]), Digits("test")',

@@ -1,6 +1,6 @@
 """Tokens per second, MFU, memory, and seconds per save of a GPT of 124 million parameters, beside three plain loops.
 
-`make test-gpu` runs it on one accelerator; DEVICE=cpu tries it on a CPU, with a small model.
+`make test-gpu` runs it on one accelerator; DEVICE=cpu tries it on a CPU, with a small model; --saves times saves alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from conftest import launch, read_records, render, run
 DEVICE = os.environ.get("DEVICE", "auto")
 os.environ |= {"PYTHON": sys.executable, "PYTHONPATH": ""}  # For the launchers.
 STEPS, EVERY = 40, 10
-SMALL = DEVICE == "cpu"
+ON_CPU, SAVES_ONLY = DEVICE == "cpu", "--saves" in sys.argv
 # Activations of a plain loop take about a GiB per window, in bf16.
-BATCH = 4 if SMALL else min(32, 2 ** int(np.log2(torch.cuda.get_device_properties(0).total_memory / 2**30 / 1.2)))
-WIDTH, LAYERS, CONTEXT = (64, 2, 64) if SMALL else (768, 12, 1024)
+BATCH = 4 if ON_CPU else min(32, 2 ** int(np.log2(torch.cuda.get_device_properties(0).total_memory / 2**30 / 1.2)))
+WIDTH, LAYERS, CONTEXT = (64, 2, 64) if ON_CPU and not SAVES_ONLY else (768, 12, 64 if ON_CPU else 1024)
 WORDS = [
     *f"--model.width {WIDTH} --model.layers {LAYERS} --model.heads {WIDTH // 64} --model.context {CONTEXT}".split(),
     *f"--data.global_batch_size {BATCH} --data.eval_batch_size {BATCH} --train.precision bf16 --optim.lr 6e-4".split(),
@@ -126,6 +126,23 @@ def save_seconds(project: Path, folder: Path, words: list[str]) -> list[float]:
     return [float(line.split()[1]) for line in out.splitlines() if line.startswith("blocked")]
 
 
+def print_speeds(ddp: Path, fsdp: Path, folder: Path) -> None:
+    """Print tokens per second, MFU and memory of the plain loops and of runs."""
+    loops = {f"plain loop, {how}": plain(ddp, how) for how in ("eager", "blocks", "whole")}
+    fast, compiled = ["--train.exact", "false"], ["--train.exact", "false", "--train.compile", "true"]
+    runs = {
+        "ddp": by_project(ddp, folder / "exact", []),
+        "ddp, exact=false": by_project(ddp, folder / "fast", fast),
+        "ddp, exact=false, compiled": by_project(ddp, folder / "compiled", compiled),
+        "fsdp, exact=false, compiled": by_project(fsdp, folder / "sharded", compiled),
+    }
+    per_token = runs["ddp"][2] / runs["ddp"][0]  # MFU; 0 on devices whose peak task.py does not know.
+    print(f"batch of {BATCH} windows of {CONTEXT} tokens, bf16\n")
+    print("| | tokens/s | MFU | peak GiB |\n| --- | --- | --- | --- |")
+    for name, (speed, memory, *_) in (loops | runs).items():
+        print(f"| {name} | {speed:,.0f} | {speed * per_token:.3f} | {memory:.1f} |")
+
+
 def main() -> None:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -135,24 +152,13 @@ def main() -> None:
         tokens.with_suffix(".json").write_text(json.dumps(about))
         WORDS.extend(["--dataset.path", str(tokens)])
         ddp, fsdp = (render(folder / name, hooks=False, parallelism=name, task="language") for name in ("ddp", "fsdp"))
-        loops = {f"plain loop, {how}": plain(ddp, how) for how in ("eager", "blocks", "whole")}
-        fast, compiled = ["--train.exact", "false"], ["--train.exact", "false", "--train.compile", "true"]
-        runs = {
-            "ddp": by_project(ddp, folder / "exact", []),
-            "ddp, exact=false": by_project(ddp, folder / "fast", fast),
-            "ddp, exact=false, compiled": by_project(ddp, folder / "compiled", compiled),
-            "fsdp, exact=false, compiled": by_project(fsdp, folder / "sharded", compiled),
-        }
+        if not SAVES_ONLY:
+            print_speeds(ddp, fsdp, folder)
         saves = {
             "ddp": save_seconds(ddp, folder / "save", []),
             "fsdp": save_seconds(fsdp, folder / "full", []),
             "fsdp, sharded": save_seconds(fsdp, folder / "shards", ["--checkpoint.format", "sharded"]),
         }
-    per_token = runs["ddp"][2] / runs["ddp"][0]  # MFU; 0 on devices whose peak task.py does not know.
-    print(f"batch of {BATCH} windows of {CONTEXT} tokens, bf16\n")
-    print("| | tokens/s | MFU | peak GiB |\n| --- | --- | --- | --- |")
-    for name, (speed, memory, *_) in (loops | runs).items():
-        print(f"| {name} | {speed:,.0f} | {speed * per_token:.3f} | {memory:.1f} |")
     print("\n| saves | seconds for which each stops training |\n| --- | --- |")
     for name, seconds in saves.items():
         print(f"| {name} | {', '.join(f'{value:.2f}' for value in seconds)} |")
