@@ -18,7 +18,7 @@ ROWS = re.findall(r"^\| `(.+?)` \|", (TEMPLATE / "docs" / "symptoms.md").read_te
 SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()
 SMALL += ["--run.dir", "run"]
 LOSS = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}')
-NORM = ("model.py", "        self.norm = nn.GroupNorm(GROUPS, width)\n")
+NORM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
 LOADED = ("dataset.py", "        self.max_shift = max_shift\n")
 
 

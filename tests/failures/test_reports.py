@@ -35,7 +35,7 @@ Changes = dict[tuple[str, str], str]
 SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()
 WORKERS = ["--data.num_workers", "1"]
 # Lines of the default project.
-STEM = ("model.py", "        self.norm = nn.GroupNorm(GROUPS, width)\n")
+STEM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
 FORWARD = ("model.py", "    def forward(self, images: Tensor) -> Tensor:\n")
 LOADED = ("dataset.py", "        self.max_shift = max_shift\n")
 SAMPLE = ("dataset.py", "        row, column = (")
@@ -184,7 +184,7 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
         ),
         ("tensor", NO_PLAN, [], "plan.py shards no layer"),
         ("pipeline", {}, ["--parallel.replicas=3"], "parallel.pipeline x parallel.replicas is 1 x 3, which does not"),
-        ("mesh", {}, ["--parallel.tensor=3"], "parallel.pipeline x tensor x replicas is 1 x 3 x 1, which does not"),
+        ("mesh", {}, ["--parallel.tensor=3"], "parallel.pipeline x tensor x replicas has to divide"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(
@@ -528,6 +528,12 @@ def test_a_parameter_that_had_no_gradient_trains_after_a_resume(
     assert taken.pop("stem.extra") == (3 if words else 2) and {*taken.values()} == {5 if words else 4}
 
 
+DICT = """default_collate
+
+
+def collate_fn(samples):
+    return dict(zip(["image", "label"], default_collate(samples)))
+"""
 STEP = ("train.py", "        seed_everything(seed, self.process.device)\n")
 FREEZE = "        self.parallel.module.stem.conv.weight.requires_grad_(self.steps < 2)\n"
 STREAM = """class Stream(torch.utils.data.IterableDataset):
@@ -546,6 +552,8 @@ STREAM = """class Stream(torch.utils.data.IterableDataset):
         ),
         ({BUILT: STREAM}, "IterableDataset"),
         ({BUILD: "    return nn.Sequential(blocks).requires_grad_(False)\n"}, "requires a gradient"),
+        ({BUILT: BUILT[1].removesuffix(', Digits("test")')}, "return three"),
+        ({COLLATED: f"collate_fn = {DICT}"}, "a batch is a pair (inputs, targets), not a dict"),
         ({STEP: STEP[1] + FREEZE}, "the loss does not depend on ['stem.conv.weight']"),
     ],
 )
@@ -796,6 +804,34 @@ def test_a_loader_process_that_dies_is_named(bake: Bake, rank: int, workers: str
         err = launcher.communicate(timeout=60)[1]
     assert any(f"(pid {loader}) is killed by signal" in err for loader in loaders[:killed]), err
     assert rank == 0 or "rank 0 waited in vain: rank 1 failed with RuntimeError: DataLoader worker" in err, err
+
+
+def test_an_unexpected_error_of_rank_0_while_all_wait_ends_them_at_once(bake: Bake) -> None:
+    project = bake()
+    edit(project, {("config.py", "    weights: str | None"): "    others: str | None"})
+    err = launch(project, *SMALL, "--run.dir", "run", code=2).stderr
+    assert "no attribute 'weights'" in err.splitlines()[-1], err
+    assert err.count("Traceback") == 1 and "\nerror: " in err, err
+
+
+def test_a_run_that_fails_ends_although_nobody_reads_why(bake: Bake) -> None:
+    project, words = bake(), ["--optim.lr", "1e39", "--optim.warmup_steps", "0"]
+    script = 'exec timeout -s KILL 60 "$PYTHON" -m "$0" "$@" 2>&1 | true; exit "${PIPESTATUS[0]}"'
+    (package,) = (project / "src").iterdir()
+    run(
+        "bash",
+        "-c",
+        script,
+        package.name,
+        *SMALL,
+        *WORKERS,
+        *words,
+        "--run.dir",
+        "run",
+        cwd=project,
+        code=2,
+        PYTHONPATH="src",
+    )
 
 
 @pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", "2>&1 | true"])

@@ -32,7 +32,7 @@ STEPS = 8
 SMALL = f"train --train.max_steps {STEPS} --train.log_every 1 --data.global_batch_size 32".split()
 SMALL += ["--distributed.device", "cpu"]
 SHARDED = "--checkpoint.format sharded --checkpoint.every_steps 2".split()
-NORM = ("model.py", "        self.norm = nn.GroupNorm(GROUPS, width)\n")
+NORM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
 LOSS = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}')
 
 
@@ -205,8 +205,8 @@ def test_what_a_crash_of_the_machine_damaged_is_set_aside(bake: Bake, damage: by
     (project / "run" / "provenance.json").write_bytes(b"")
     (project / "run" / "checkpoints" / "step-00000009.pt.tmp").write_bytes(bytes(9))
     assert train(project).splitlines() == [
-        "run/provenance.json is no JSON; it is now provenance.json.damaged",
-        "run/metrics.jsonl has a damaged or unfinished line; it is now metrics.jsonl.damaged",
+        "run/provenance.json is no JSON object; it is now provenance.json.damaged",
+        "run/metrics.jsonl has a damaged line, of the best checkpoint perhaps; it is now metrics.jsonl.damaged",
     ]
     assert (project / "run/metrics.jsonl.damaged").read_bytes() == damaged
     assert len(read_losses(project / "run")) == STEPS
@@ -259,6 +259,9 @@ def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: s
     damage(project / newest)
     err = launch(project, "export", "--checkpoint", newest, "--output", "weights.safetensors", code=2).stderr
     assert err.endswith(f"error: {newest} is not a readable checkpoint: a part of it is damaged or missing\n"), err
+    for _ in range(2):  # Also if a damaged one of that step is there.
+        damage(project / newest)
+        assert f"it is now {newest.name}.damaged" in train(project, *SHARDED)
 
 
 def test_statistics_of_batch_norm_are_averages_over_the_ranks(bake: Bake) -> None:
@@ -302,7 +305,7 @@ def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
         weights = load_file(project / "weights.safetensors")
         assert weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
     no_run, no_folder = ["src", "--output", "a.safetensors"], [newest, "--output", "README.md/a.safetensors"]
-    for words, named in ((no_run, "a run.dir that was evaluated"), (no_folder, "README.md")):
+    for words, named in ((no_run, "a run.dir with a best one"), (no_folder, "README.md")):
         error = launch(project, "export", "--checkpoint", *words, code=2).stderr
         assert error.startswith("error: ") and error.count("\n") == 1 and named in error, error
     launch(project, "plot", "--runs", "[run]", "--output", "curves.png")

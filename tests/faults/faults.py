@@ -279,19 +279,19 @@ FAULTS = {
     ),
     "a damaged checkpoint ends the run": Fault(
         SRC + "checkpoint.py",
-        'path.rename(f"{path}.damaged")',
+        "move(path, new)",
         "raise",
         f"{KILLED}[2]",
     ),
     "records of steps that are repeated remain": Fault(
         SRC + "logger.py",
-        'record["step"] <= step',
-        'record["step"] >= 0',
+        '["step"] <= step',
+        '["step"] >= 0',
         f"{KILLED}[2]",
     ),
     "records that cannot be read are lost": Fault(
         SRC + "logger.py",
-        "if len(records) < len(lines):",
+        "if len(found) < len(lines):",
         "if not lines:",
         RUN_DIR + "test_what_a_crash_of_the_machine_damaged_is_set_aside",
     ),
@@ -619,8 +619,8 @@ FAULTS = {
     ),
     "statistics of BatchNorm are summed over the ranks": Fault(
         PARALLEL + "shared/buffers.py",
-        "statistics /= dist.get_world_size(self.dp_group)",
-        "pass",
+        "ReduceOp.AVG",
+        "ReduceOp.SUM",
         RUN_DIR + "test_statistics_of_batch_norm_are_averages_over_the_ranks",
     ),
     "the worst checkpoint is kept": Fault(

@@ -29,7 +29,9 @@ WEEKLY = [
 ]
 CASES = [pytest.param(*each, id="-".join(each[0].values()) or "default") for each in RENDERED]
 CASES += [pytest.param(each, "tests", id="-".join(each.values()) + "-all", marks=pytest.mark.weekly) for each in WEEKLY]
-BATCH_NORM = {("model.py", "self.norm2 = nn.GroupNorm(GROUPS, outputs)"): "self.norm2 = nn.BatchNorm2d(outputs)"}
+BATCH_NORM = {
+    ("model.py", "self.norm2 = nn.GroupNorm(ModelConfig.groups, outputs)"): "self.norm2 = nn.BatchNorm2d(outputs)"
+}
 LEAK = {
     (
         "model.py",

@@ -2,7 +2,7 @@ set -euo pipefail
 # A file or a socket would get the number of a closed input or output.
 [[ -e /dev/fd/0 ]] || exec </dev/null
 [[ -e /dev/fd/1 ]] || exec >/dev/null
-[[ -e /dev/fd/2 ]] || exec 2>/dev/null
+[[ -e /dev/fd/2 && ! /dev/fd/2 -ef "$0" ]] || exec 2>/dev/null # Bash may have this file there.
 root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)" # Also if this file is called through a link.
 export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 python="${PYTHON:-$root/.venv/bin/python}"

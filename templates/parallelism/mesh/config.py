@@ -17,8 +17,7 @@ class ParallelConfig:
         """Reject sizes that do not divide the ranks or the heads, and what does not work here."""
         train, heads = config.train, getattr(config.model, "heads", self.tensor)
         if world_size % (self.pipeline * self.tensor * self.replicas):
-            sizes = f"parallel.pipeline x tensor x replicas is {self.pipeline} x {self.tensor} x {self.replicas}"
-            raise UserError(f"{sizes}, which does not divide {world_size} rank(s)")
+            raise UserError(f"parallel.pipeline x tensor x replicas has to divide {world_size} rank(s)")
         if heads % self.tensor:
             raise UserError(f"model.heads is {heads}, which does not divide into {self.tensor} shards: give a multiple")
         if train.allow_unused and self.dp_size(world_size) > 1:

@@ -37,8 +37,8 @@ from .plan import tensor_plan
 from .sharded import Checkpointer
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # None is changed in place.
-getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns of saving.
-getLogger("torch.distributed.pipelining.schedules").disabled = True  # It prints inputs.
+getLogger("torch.distributed.tensor").setLevel("ERROR")  # Warns of saving.
+getLogger("torch.distributed.pipelining.schedules").disabled = True  # Prints inputs.
 NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # For inputs.
 
 

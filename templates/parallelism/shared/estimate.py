@@ -1,7 +1,6 @@
 """Does it fit? The memory of a step on a rank: ``scripts/launch.sh estimate --ranks 64 --memory 80``.
 
-One process takes a step as one of N ranks. Its tensors have shapes but no values, by FakeTensorMode, which is private
-(without it, delete this file). Activations include buffers, messages and gathered weights.
+One process takes a step as one of N ranks, with tensors that have shapes but no values (FakeTensorMode is private).
 """
 
 import math
@@ -25,7 +24,7 @@ from .optim import build_optimizer
 from .parallel import Parallel
 from .task import Task
 
-GIB, COLUMNS = 2**30, ("weights", "gradients", "optimizer", "activations", "peak")
+GIB, COLUMNS = 2**30, ("weights", "gradients", "optimizer", "activations", "peak")  # All else is activations.
 
 
 def estimate(config: Config, world_size: int, memory: float | None) -> None:

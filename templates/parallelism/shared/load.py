@@ -5,6 +5,5 @@ def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, s
     options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dsd.set_model_state_dict(self.module, model, options=options)
     options.strict = False  # A parameter that never had a gradient has no state.
-    own = dsd.get_optimizer_state_dict(self.module, optimizer) if optimizer else {"state": {}}
-    if optimizer and own["state"]:  # Plain SGD has none.
+    if optimizer and (own := dsd.get_optimizer_state_dict(self.module, optimizer))["state"]:  # Plain SGD has none.
         dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)

@@ -11,13 +11,11 @@ class DatasetConfig:
             raise UserError(f"dataset.max_shift is {self.max_shift}; give 0 to 7, for images of 8x8 pixels")
 
 
-GROUPS = 8
-
-
 @dataclass
 class ModelConfig:
     """A small ResNet."""
 
+    groups = 8  # Of GroupNorm.
     width: int = 16
     """Channels of the first half, a multiple of 8; the second half has twice as many."""
     depth: int = 2
@@ -27,5 +25,5 @@ class ModelConfig:
 
     def check(self, *_: object) -> None:
         """Reject a width that is not a multiple of GroupNorm's groups."""
-        if self.width % GROUPS:
-            raise UserError(f"model.width is {self.width}; give a multiple of {GROUPS}, the groups of GroupNorm")
+        if self.width % self.groups:
+            raise UserError(f"model.width is {self.width}; give a multiple of {self.groups}, the groups of GroupNorm")

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, Subset, default_collate
 from .config import Config
 
 VALIDATION = 237  # Images of the training set that are kept for validation.
-
 collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import GROUPS, ModelConfig
+from .config import ModelConfig
 
 CLASSES = 10
 
@@ -20,7 +20,7 @@ class Stem(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False)
-        self.norm = nn.GroupNorm(GROUPS, width)
+        self.norm = nn.GroupNorm(ModelConfig.groups, width)
 
     def forward(self, images: Tensor) -> Tensor:
         return F.silu(self.norm(self.conv(images)))
@@ -33,9 +33,9 @@ class ResidualBlock(nn.Module):
         super().__init__()
         stride = 1 if inputs == outputs else 2
         self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(GROUPS, outputs)
+        self.norm1 = nn.GroupNorm(ModelConfig.groups, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(GROUPS, outputs)
+        self.norm2 = nn.GroupNorm(ModelConfig.groups, outputs)
         # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, so that rounding
         # differences under another split do not grow from step to step. SiLU, for the same reason, has no kink.
         nn.init.zeros_(self.norm2.weight)

@@ -40,9 +40,8 @@ class Block(nn.Module):
         self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = linear(width, 3 * width)
-        # A block starts as its shortcut: early training is smooth, so that rounding differences under another split do
-        # not grow from step to step. For the same reason, GELU has no kink, and keys have no bias: its gradient would
-        # be zero except for rounding errors, which AdamW would amplify to full steps.
+        # So that rounding differences of another split do not grow from step to step, a block starts as its shortcut,
+        # GELU has no kink, and keys have no bias: its gradient is rounding errors, which AdamW amplifies to full steps.
         self.out = linear(width, width, std=0.0)
         self.norm2 = nn.LayerNorm(width)
         self.up = linear(width, 4 * width)

@@ -16,7 +16,6 @@ def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     if isinstance(block, Embedding):
         return {"byte": RowwiseParallel(input_layouts=Replicate())}  # Each rank looks up some tokens.
     if isinstance(block, Block):
-        # Each rank computes some heads and hidden features. Rows of qkv are ordered by head: a shard is whole heads.
         columns, rows = ColwiseParallel(), RowwiseParallel()
         return {"qkv": columns, "out": rows, "up": columns, "down": rows}
     if isinstance(block, Head):

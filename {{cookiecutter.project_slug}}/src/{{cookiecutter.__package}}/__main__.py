@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> None:
         if "checkpoint" in COMMANDS[name][1] and (best := Path(path, "checkpoints/best")).exists():
             options.checkpoint = path = str(best.with_name(best.read_text()))
         if "checkpoint" in COMMANDS[name][1] and not any(map(os.path.isfile, (path, f"{path}/.metadata"))):
-            raise UserError(f"--checkpoint is {path}; give that of a checkpoint, or a run.dir that was evaluated")
+            raise UserError(f"--checkpoint is {path}, neither a checkpoint nor a run.dir with a best one")
         folder = next(filter(Path.exists, Path(config.run.dir, "-").absolute().parents))  # It, or where it would be.
         if name == "train" and os.environ.get("NODE_RANK", "0") == "0" and not os.access(f"{folder}/", os.W_OK):
             raise UserError(f"run.dir is {config.run.dir}, but {folder} is no folder to write to; give another run.dir")
@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> None:
 
             sys.exit(meet())
         #:: endif ::#
-    except (UserError, argparse.ArgumentError, OSError, RecursionError, yaml.YAMLError) as error:
+    except (UserError, argparse.ArgumentError, OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 

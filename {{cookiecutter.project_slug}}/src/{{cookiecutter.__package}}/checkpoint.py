@@ -193,7 +193,7 @@ class Checkpointer:
             except UserError as error:
                 set_aside(path, str(error))
         if damaged := [*self.folder.glob("step-*.damaged")]:
-            raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir, or remove them")
+            raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir")
         if resume not in ("auto", "never"):
             if "progress" in (content := self.read(Path(resume))):
                 return content
@@ -217,7 +217,6 @@ def digest(path: Path) -> str:
 
 def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
     """Write a file so that it is complete or absent, even if the machine stops in the middle or the disk is full."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -233,9 +232,10 @@ def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) ->
     os.close(folder)
 
 
-def set_aside(path: Path, reason: str) -> None:
-    """Rename what cannot be read."""
-    path.rename(f"{path}.damaged")
+def set_aside(path: Path, reason: str, move: Callable[[Path, str], object] = os.replace) -> None:
+    """Rename what cannot be read, and warn of it."""
+    shutil.rmtree(new := f"{path}.damaged", ignore_errors=True)  # Of an earlier start.
+    move(path, new)
     getLogger(__name__).warning(f"{reason}; it is now {path.name}.damaged")
 
 

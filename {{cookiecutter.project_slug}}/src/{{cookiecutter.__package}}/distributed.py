@@ -48,7 +48,9 @@ class Process:
         if self.rank == 0:
             try:
                 outcome = action()
-            except (UserError, OSError) as error:
+            except Exception as error:  # All ranks end, and at once.
+                if not isinstance(error, UserError | OSError):
+                    traceback.print_exc()
                 outcome = UserError(str(error))
             self.store.set(f"main{self.calls}", pickle.dumps(outcome))
         self.store.wait([f"main{self.calls}"], FILE_TIMEOUT)
@@ -65,9 +67,9 @@ class Process:
 def rendezvous(config: Config) -> Process:
     """Find the other ranks by the launcher's variables, or be alone if there are none."""
     if sys.platform == "linux" and "LOCAL_RANK" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with a launcher that is killed.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end when the launcher is killed.
         if os.environ.get("LAUNCHER_PID") not in (None, str(os.getppid())):
-            exit_now(1)  # It was killed before.
+            exit_now(1)  # It is gone.
     if "RANK" not in os.environ:
         return Process(dist.HashStore(), 0, 1)
     method, wait = config.distributed.init_method, timedelta(seconds=config.distributed.timeout_seconds)
@@ -76,8 +78,8 @@ def rendezvous(config: Config) -> Process:
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store, *ranks = next(dist.rendezvous(method, rank, world_size, timeout=wait))
-    except (KeyError, ValueError) as error:
-        raise UserError(f"a launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none: {error}") from None
+    except (KeyError, ValueError, dist.DistError) as error:
+        raise UserError(f"the other ranks are not at RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {error}") from None
     return Process(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), *ranks)
 
 
@@ -145,7 +147,7 @@ class StopSignal:
 
     def __init__(self, process: Process) -> None:
         self.process, self.clock = process, time.monotonic()
-        self.steps, self.steps_between = 0, 1  # Since the last check, and from one to the next, three seconds later.
+        self.steps, self.steps_between = 0, 1  # Since the last check, and from one to the next, 2.5 seconds later.
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: process.store.set("stop", ""))
 
@@ -155,7 +157,7 @@ class StopSignal:
         if not must_check and self.steps < self.steps_between:
             return False
         received = self.process.rank == 0 and self.process.store.check(["stop"])
-        message = torch.tensor([received, 3 * self.steps / max(time.monotonic() - self.clock, 1e-6)])
+        message = torch.tensor([received, 2.5 * self.steps / max(time.monotonic() - self.clock, 1e-6)])
         dist.barrier(group=self.process.cpu_group)  # Else only some ranks would notice one that hangs.
         dist.broadcast(message, 0, group=self.process.cpu_group)  # A tree: log2(N) messages, one after the other.
         received, self.steps_between = message.tolist()
@@ -180,11 +182,12 @@ def fail(error: Exception, process: Process) -> NoReturn:
         reason, prints = ThreadPoolExecutor(1).submit(find_reason, text, waited, process).result(4 * REPORT_SECONDS)
     except (RuntimeError, TimeoutError):
         reason, prints = "no report from rank 0: dead, or cut off", process.rank % -(-process.world_size // 8) == 0
-    if prints and not waited and not isinstance(error, UserError):
-        traceback.print_exception(error)
-    elif prints:
-        line = f"rank {process.rank} waited in vain: {reason}" if waited else text.removeprefix("UserError: ")[:2000]
-        print("error:", line, file=sys.stderr)
+    line = f"rank {process.rank} waited in vain: {reason}" if waited else text.removeprefix("UserError: ")[:2000]
+    with suppress(OSError):  # Nobody may read it.
+        if prints and not waited and not isinstance(error, UserError):
+            traceback.print_exception(error)
+        elif prints:
+            print("error:", line, file=sys.stderr)
     exit_now(2 if "failed with UserError" in reason else 1)
 
 

@@ -28,15 +28,15 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         raise UserError("an IterableDataset has no length; see docs/recipes/stream.md of ddp-template")
     lengths = process.all_gather([len(dataset) for dataset in datasets])
-    if not all(lengths[0]) or lengths != [lengths[0]] * process.world_size:
-        raise UserError(f"the datasets have {lengths} samples; give all machines the same files")
+    if len(lengths[0]) != 3 or not all(lengths[0]) or lengths != [lengths[0]] * process.world_size:
+        raise UserError(f"the datasets have {lengths} samples; return three, none empty, equal on all ranks")
     task = Task(config, process.device)
     for part in tree_leaves(vars(task)):
         if isinstance(part, nn.Module):  # Such as a teacher.
             part.to(process.device).eval().requires_grad_(False)
     if config.train.compile:  # Otherwise, the logits would be kept in fp32.
         setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (a method has another type)
-    seed_everything(config.run.seed)  # What was drawn so far does not change the model's initial values.
+    seed_everything(config.run.seed)  # Whatever was drawn before.
     return task, Parallel(config, process), datasets
 
 
@@ -46,7 +46,7 @@ class Evaluator:
     def __init__(self, task: Task, parallel: Parallel, dataset: Any, config: Config) -> None:
         self.task, self.parallel, self.length = task, parallel, len(dataset)
         self.indices = range(parallel.dp_rank, self.length, parallel.dp_size)
-        self.padded = -(-self.length // parallel.dp_size)  # The last may not count.
+        self.padded = -(-self.length // parallel.dp_size)  # The last may be filler.
         keys = [(0, index) for index in (*self.indices, 0)[: self.padded]]
         self.loader = build_loader(dataset, keys, config.data.eval_batch_size, config, parallel.device)
 

@@ -87,6 +87,8 @@ def end_without_rank(_: int) -> None:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch of any nesting with its tensors on ``device``, without waiting for the copies."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UserError(f"a batch is a pair (inputs, targets), not a {type(batch).__name__}: change dataset.py")
     return tree_map_only(Tensor, lambda part: part.to(device, non_blocking=True), batch)
 
 

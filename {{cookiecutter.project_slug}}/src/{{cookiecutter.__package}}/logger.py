@@ -3,6 +3,7 @@
 import json
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -38,7 +39,7 @@ class Logger:
         write_atomically(run_dir / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
         write_provenance(run_dir / "provenance.json", process, step, changes)
         records = records_until(run_dir / "metrics.jsonl", step)
-        self.evaluations = {r["step"]: r for r in records if r["event"] == "eval"}
+        self.evaluations = {r["step"]: r for r in records if r.get("event") == "eval"}
         self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
         if process.device.type != "cpu":
             how = "full fp32, deterministic algorithms" if config.train.exact else "TF32, the fastest algorithms"
@@ -89,13 +90,13 @@ class Logger:
 
 def records_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the records up to ``step``, and drop the others, which a resumed run writes again."""
-    lines, records = path.read_text(errors="replace").splitlines() if path.exists() else [], []
+    lines, found = path.read_text(errors="replace").splitlines() if path.exists() else [], []
     for line in lines:
-        with suppress(ValueError, TypeError):
-            records.append({**json.loads(line)})
-    if len(records) < len(lines):
-        set_aside(path, f"{path} has a damaged or unfinished line")
-    records = [record for record in records if record["step"] <= step]
+        with suppress(LookupError, RecursionError, TypeError, ValueError):
+            found.append(((record := json.loads(line))["step"] <= step, record))
+    if len(found) < len(lines):
+        set_aside(path, f"{path} has a damaged line, of the best checkpoint perhaps", shutil.copy)
+    records = [record for is_kept, record in found if is_kept]
     write_atomically(path, "".join(json.dumps(r) + "\n" for r in records))
     return records
 
@@ -104,9 +105,9 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
     """Write where this start of the run came from, followed by that of its earlier starts."""
     last: dict[str, Any] = {}
     try:
-        last = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError:
-        set_aside(path, f"{path} is no JSON")
+        last = {**json.loads(path.read_text())} if path.exists() else {}
+    except (RecursionError, TypeError, ValueError):
+        set_aside(path, f"{path} is no JSON object")
     content: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
     with suppress(OSError, subprocess.SubprocessError):  # Without a repository, nothing is known of the code.
         command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
@@ -114,7 +115,7 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
         content |= {"git_commit": status.split()[2], "git_dirty": status.splitlines()[-1][0] != "#"}
     content |= {"torch": torch.__version__, "host": platform.node(), "device": str(process.device)}
     content |= {"world_size": process.world_size, "step": step, "changes": changes}
-    content["earlier"] = [last, *last.pop("earlier")] if last else []
+    content["earlier"] = [last, *last.pop("earlier", [])] if last else []
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 

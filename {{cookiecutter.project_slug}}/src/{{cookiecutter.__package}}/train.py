@@ -32,7 +32,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
         self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(each) for each in sets])
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
-        self.recent, self.waited = list[dict[str, Any]](), 0.0  # Steps, and seconds for data.
+        self.recent, self.waited = list[dict[str, Any]](), 0.0  # Steps; waits.
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
@@ -67,7 +67,7 @@ class Trainer:
     #:: endfilter ::#
     #:: else ::#
     def step(self, inputs: Any, targets: Any) -> None:
-        """Take one step with this rank's local batch, without waiting for the device."""
+        """Take one step with this rank's batch, without waiting for the device."""
         seed = derive_seed(self.config.run.seed, "step", self.steps, self.parallel.dp_rank)
         seed_everything(seed, self.process.device)
         self.recent.append(self.update(*self.task.prepare(inputs, targets)))
@@ -98,7 +98,7 @@ class Trainer:
             raise UserError(f"the loss does not depend on {unused[:5]}; use or freeze them, or set train.allow_unused")
 
     def finish_step(self) -> bool:
-        """Log, save and evaluate if due; returns whether all ranks are to stop."""
+        """Log, save and evaluate if due; returns whether all ranks stop."""
         step, evaluates = self.steps, self.evaluates()
         saves = evaluates or step % (self.config.checkpoint.every_steps or math.inf) == 0
         logs = saves or step % self.config.train.log_every == 0
@@ -107,7 +107,7 @@ class Trainer:
         stopped = self.stop.agreed(must_check=logs)
         if logs or stopped:
             self.log()
-        if saves or stopped:  # Before the evaluation, which takes long.
+        if saves or stopped:  # Before what takes long.
             epoch, samples = self.sampler.position(step)
             self.checkpointer.save({"step": step, "epoch": epoch, "samples": samples})
         if evaluates and not stopped:
@@ -118,7 +118,7 @@ class Trainer:
         return stopped
 
     def evaluates(self) -> bool:
-        """Return whether the current step is followed by an evaluation."""
+        """Return whether an evaluation follows the current step."""
         return self.steps == self.total_steps or self.steps % (self.config.train.eval_every or math.inf) == 0
 
     def log(self) -> None:
@@ -127,7 +127,7 @@ class Trainer:
         skips = scaler.is_enabled() and scaler.get_scale() >= 1  # It skips such steps.
         for step, numbers in enumerate(steps, start=self.steps - len(steps) + 1):
             if not all(math.isfinite(x) for name, x in numbers.items() if not (skips and name == "grad_norm")):
-                raise UserError(f"step {step} has {numbers}; lower optim.lr, or look at its data")
+                raise UserError(f"step {step} has {numbers}; lower optim.lr, or look at its data and weight")
         seconds = time.perf_counter() - self.clock
         rate = self.config.data.global_batch_size * len(steps) / seconds
         head = {"event": "train", "step": self.steps, "epoch": self.sampler.position(self.steps)[0]}
@@ -140,8 +140,7 @@ class Trainer:
         self.recent, self.waited, self.clock = [], 0.0, time.perf_counter()
 
     def evaluate(self) -> None:
-        """Evaluate on the validation set."""
-        # It would compile for another size.
+        """Evaluate on the validation set, uncompiled: its size differs."""
         with torch.compiler.set_stance("force_eager" if self.config.train.compile else "default"):
             metrics = self.evaluator(self.process)
         head = {"event": "eval", "step": self.steps, "split": "validation", "num_samples": self.evaluator.length}
