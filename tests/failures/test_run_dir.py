@@ -21,6 +21,7 @@ from conftest import (
     launch_on_full_disk,
     read_losses,
     read_records,
+    run_python,
     started,
     wait_until,
 )
@@ -163,6 +164,38 @@ def test_a_save_that_fails_is_reported_and_costs_no_other(
 def damage(path: Path) -> None:
     """Overwrite a checkpoint, or a part of a sharded one."""
     (path / "__1_0.distcp" if path.is_dir() else path).write_bytes(b"damaged")
+
+
+READ = """
+import random
+from pathlib import Path
+from my_experiment.config import UserError
+from my_experiment.sharded import Checkpointer
+
+(folder,) = Path("run/checkpoints").glob("*.dcp")
+generator, counts = random.Random(0), [0, 0]
+for name in (".metadata", "header.json"):
+    whole = (folder / name).read_bytes()
+    for number in range(400):
+        damaged = bytearray(whole)
+        place = generator.randrange(len(whole))
+        damaged[place : place + generator.choice([1, 2, 500])] = generator.randbytes(1 + number % 3)
+        (folder / name).write_bytes(damaged)
+        try:
+            Checkpointer.read(folder)
+            counts[0] += 1
+        except UserError:
+            counts[1] += 1
+    (folder / name).write_bytes(whole)
+print(*counts)
+"""
+
+
+def test_damage_of_any_kind_to_a_sharded_checkpoint_is_found_or_does_not_matter(bake: Bake) -> None:
+    project = bake(parallelism="fsdp")
+    train(project, *SHARDED, "--train.max_steps", "2")
+    read, refused = map(int, run_python(project, READ).split())
+    assert read + refused == 800 and refused > 400
 
 
 @pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), ("fsdp", SHARDED)])

@@ -24,7 +24,7 @@ from .optim import build_optimizer
 from .parallel import Parallel
 from .task import Task
 
-GIB, COLUMNS = 2**30, ("weights", "gradients", "optimizer", "activations", "peak")  # All else is activations.
+GIB, COLUMNS = 2**30, ("weights", "gradients", "optimizer", "activations", "peak")  # Activations: all else.
 
 
 def estimate(config: Config, world_size: int, memory: float | None) -> None:

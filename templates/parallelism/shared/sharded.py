@@ -7,7 +7,6 @@ that you trust: unlike a full checkpoint, it is read with pickle, and has no che
 import json
 import os
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -38,12 +37,14 @@ class Checkpointer(checkpoint.Checkpointer):
         try:
             header = json.loads((path / "header.json").read_text())
             metadata = dcp.FileSystemReader(path).read_metadata()
-        except (FileNotFoundError, ValueError, EOFError, UnpicklingError) as error:
+            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+            if any(sizes.get(p.relative_path, 0) < p.offset + p.length for p in metadata.storage_data.values()):
+                raise ValueError("a part of it is damaged or missing")
+            stateful = {n.removeprefix("optimizer.state.").rpartition(".")[0] for n in metadata.state_dict_metadata}
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # A disk that fails.
+                raise
             raise UserError(f"{path} is not a readable checkpoint: {error}") from None
-        sizes, names = {file.name: file.stat().st_size for file in path.iterdir()}, metadata.state_dict_metadata
-        if any(sizes.get(part.relative_path, 0) < part.offset + part.length for part in metadata.storage_data.values()):
-            raise UserError(f"{path} is not a readable checkpoint: a part of it is damaged or missing")
-        stateful = {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in names}
         return header | {"shards": str(path), "stateful": stateful}
 
     @staticmethod

@@ -155,4 +155,4 @@ class Config:
             check(self, world_size)
         batch, dp_size = self.data.global_batch_size, self.parallel.dp_size(world_size)
         if trains and batch % (unit := dp_size * self.train.microbatches):
-            raise UserError(f"data.global_batch_size is {batch}, no multiple of {unit} (local batches x micro-batches)")
+            raise UserError(f"data.global_batch_size is {batch}; {unit} (local batches x micro-batches) must divide it")

@@ -41,14 +41,13 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
 
 
 class Evaluator:
-    """Evaluates a model on a dataset each time it is called; a collective."""
+    """Evaluates a model on a dataset when called; a collective."""
 
     def __init__(self, task: Task, parallel: Parallel, dataset: Any, config: Config) -> None:
         self.task, self.parallel, self.length = task, parallel, len(dataset)
         self.indices = range(parallel.dp_rank, self.length, parallel.dp_size)
-        self.padded = -(-self.length // parallel.dp_size)  # The last may be filler.
-        keys = [(0, index) for index in (*self.indices, 0)[: self.padded]]
-        self.loader = build_loader(dataset, keys, config.data.eval_batch_size, config, parallel.device)
+        self.keys = [(0, i) for i in (*self.indices, 0)[: -(-self.length // parallel.dp_size)]]  # 0 fills up.
+        self.loader = build_loader(dataset, self.keys, config.data.eval_batch_size, config, parallel.device)
 
     def __call__(self, process: Process) -> dict[str, Any]:
         """Return on rank 0 what ``Task.aggregate`` makes of all samples."""
@@ -81,7 +80,7 @@ class Evaluator:
         metrics = {"index": np.array(self.indices[:count], dtype=np.int64)}
         for name, batches in collected.items():
             whole = torch.cat(batches)
-            if len(whole) != self.padded:
+            if len(whole) != len(self.keys):
                 raise UserError(f"Task.metrics has to return one value of {name} for each sample")
             metrics[name] = whole[:count].cpu().numpy()
         return metrics

@@ -32,7 +32,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
         self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(each) for each in sets])
         self.logger = Logger(config, process, self.steps, self.total_steps, changes)
-        self.recent, self.waited = list[dict[str, Any]](), 0.0  # Steps; waits.
+        self.recent, self.waited = list[dict[str, Any]](), 0.0  # Since a log.
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped it."""
