@@ -143,7 +143,7 @@ def test_what_this_machine_cannot_do_is_refused(bake: Bake) -> None:
     (package,) = (project / "src").iterdir()
     command = [BIN / "python", "-m", package.name, "--preflight"]
     run(*command, "train", BELOW_A_FILE, cwd=project, PYTHONPATH="src", NODE_RANK="1")
-    run(*command, "evaluate", BELOW_A_FILE, "--checkpoint", "configs", cwd=project, PYTHONPATH="src")
+    run(*command, "evaluate", BELOW_A_FILE, "--checkpoint", "README.md", cwd=project, PYTHONPATH="src")
 
 
 @pytest.mark.parametrize("content", ["", "# Nothing yet.\n", "---\n", "{}\n"])
