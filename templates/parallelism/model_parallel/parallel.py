@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only  # Private; optree has it.
 from torch.utils.checkpoint import checkpoint
 
 from .checkpoint import Checkpointer
 from .config import Config, UserError
 from .distributed import Process
-from .loader import split_batch
+from .loader import split_batch, to_device
 from .model import build_model
 
 
@@ -59,7 +58,7 @@ class Parallel:
             with self.ddp.no_sync() if number < self.microbatches else nullcontext():
                 with self.autocast():
                     outputs = self.ddp(inputs)
-                    loss = mean_loss(outputs, move(targets, outputs.device))
+                    loss = mean_loss(*to_device((outputs, targets), outputs.device))
                 self.scaler.scale(loss).backward()
 
     def predict(self, inputs: Any) -> Any:
@@ -97,12 +96,7 @@ def choose_device(first: torch.device, index: int) -> torch.device:
 
 def place(block: nn.Module, device: torch.device) -> None:
     """Move a block to a device, and make it move its inputs there."""
-    block.to(device).register_forward_pre_hook(lambda _, inputs: move(inputs, device))
-
-
-def move(nested: Any, device: torch.device) -> Any:
-    """Return what is nested, with its tensors on a device."""
-    return tree_map_only(Tensor, lambda part: part.to(device, non_blocking=True), nested)
+    block.to(device).register_forward_pre_hook(lambda _, inputs: to_device((inputs, None), device)[0])
 
 
 #:: include "parallelism/shared/ties.py" ::#
