@@ -38,9 +38,8 @@ class Parallel:
         whole = Autocast(self.module, self.autocast)
         self.copies = nn.DataParallel(whole) if kind != "cpu" else whole  # It would take the machine's devices.
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/forward_backward.py" ::#
-#:: endfilter ::#
+    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
+        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for inputs, targets in microbatches:
             outputs = self.copies(inputs)
@@ -56,9 +55,25 @@ class Parallel:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/state.py" ::#
-#:: endfilter ::#
+    def average_buffers(self) -> None:
+        """Average BatchNorm's running statistics over ranks with other samples."""
+        for name, statistics in self.module.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
+
+    def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
+        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
+
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+        options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        dsd.set_model_state_dict(self.module, model, options=options)
+        options.strict = False  # A parameter that never had a gradient has no state.
+        if optimizer and (own := dsd.get_optimizer_state_dict(self.module, optimizer))["state"]:  # Plain SGD has none.
+            dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)
 
 
 class Autocast(nn.Module):
@@ -73,4 +88,12 @@ class Autocast(nn.Module):
             return self.module(inputs)
 
 
-#:: include "parallelism/shared/blocks.py" ::#
+def prepare_block(block: nn.Module, config: Config) -> nn.Module:
+    """Let a block recompute its activations in backward, and compile it, if the settings say so."""
+    if config.train.activation_checkpointing:
+        if any("running_mean" in name for name, _ in block.named_buffers()):
+            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.train.compile:
+        block.compile()
+    return block

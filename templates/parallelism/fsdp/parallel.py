@@ -59,16 +59,22 @@ class Parallel:
         self.head.set_reshard_after_forward(False)  # Backward starts with it.
         self.microbatches, self.allow_unused = config.train.microbatches, config.train.allow_unused
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/forward_backward.py" ::#
-#:: endfilter ::#
-#:: filter indent(8, true) ::#
-#:: include "parallelism/shared/micro_batches.py" ::#
-#:: endfilter ::#
+    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
+        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        for number, (inputs, targets) in enumerate(microbatches, start=1):
+            # Each micro-batch scatters its gradients: to wait for the last would keep whole ones. Replicas average
+            # theirs once, after the last.
+            self.fsdp.set_requires_all_reduce(number == self.microbatches)
+            self.scaler.scale(mean_loss(self.module(inputs), targets)).backward()
+        if self.allow_unused:
+            self.compare_used()
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/compare_used.py" ::#
-#:: endfilter ::#
+    def compare_used(self) -> None:
+        """Reject parameters with a gradient on some ranks only: FSDP would have added those of others to it."""
+        used = self.process.all_gather({name for name, p in self.module.named_parameters() if p.grad is not None})
+        if names := set.union(*used) - set.intersection(*used):
+            raise UserError(f"only some ranks use {min(names)}; under this strategy, all have to, or none")
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -85,12 +91,44 @@ class Parallel:
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm := torch.stack(norms).norm())
         return norm
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/state.py" ::#
-#:: endfilter ::#
+    def average_buffers(self) -> None:
+        """Average BatchNorm's running statistics over ranks with other samples."""
+        for name, statistics in self.module.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
+
+    def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
+        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
+
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+        options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        dsd.set_model_state_dict(self.module, model, options=options)
+        options.strict = False  # A parameter that never had a gradient has no state.
+        if optimizer and (own := dsd.get_optimizer_state_dict(self.module, optimizer))["state"]:  # Plain SGD has none.
+            dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)
 
 
-#:: include "parallelism/shared/ties.py" ::#
+def refuse_shared(block: nn.Module, seen: WeakValueDictionary[int, nn.Parameter]) -> None:
+    """Reject a parameter that was ``seen`` in another block: two copies of it would be trained."""
+    for name, parameter in block.named_parameters():
+        if seen.get(id(parameter)) is parameter:
+            raise UserError(f"{name} of the {type(block).__name__} is shared with another block; use a copy")
+        seen[id(parameter)] = parameter
 
 
-#:: include "parallelism/shared/blocks.py" ::#
+def prepare_block(block: nn.Module, config: Config) -> nn.Module:
+    """Let a block recompute its activations in backward, and compile it, if the settings say so."""
+    for name, buffer in block.named_buffers():
+        if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
+            raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
+    if config.train.activation_checkpointing:
+        if any("running_mean" in name for name, _ in block.named_buffers()):
+            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.train.compile:
+        block.compile()
+    return block

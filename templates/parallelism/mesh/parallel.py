@@ -26,20 +26,19 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only  # Private; optree has them.
+from torch.utils._pytree import tree_map_only  # Private; optree has it.
 from torch.utils.checkpoint import checkpoint
 
-from .config import Config, ModelConfig, UserError
+from .config import Config, UserError
 from .distributed import Process, seed_everything
 from .loader import split_batch
 from .model import build_model
 from .plan import tensor_plan
 from .sharded import Checkpointer
+from .stages import Outline, Stage
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # None is changed in place.
 getLogger("torch.distributed.tensor").setLevel("ERROR")  # Warns of saving.
-getLogger("torch.distributed.pipelining.schedules").disabled = True  # Prints inputs.
-NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # For inputs.
 
 
 class Parallel:
@@ -83,9 +82,9 @@ class Parallel:
         shard(self.stage)  # For the schedule.
         self.schedule = self.forms = self.loss = cast(Any, None)
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/forward_backward.py" ::#
-#:: endfilter ::#
+    @loss_parallel()  # Sharded logits.
+    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
+        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
         batches = split_batch((inputs, targets), self.microbatches)
         if (forms := self.outline.trace(batches[0][0])) is not self.forms:
             form, output, count = forms[self.position], forms[self.position + 1], self.config.pipeline
@@ -130,22 +129,64 @@ class Parallel:
             gradient.to_local().mul_(scale)
         return norm
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/buffers.py" ::#
+    def average_buffers(self) -> None:
+        """Average BatchNorm's running statistics over ranks with other samples."""
+        for name, statistics in self.module.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
-#:: include "parallelism/shared/stage_state.py" ::#
-#:: endfilter ::#
+    def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        rank, group, size = self.process.rank, self.process.cpu_group, dist.get_world_size(self.dp_group)
+        model, optim = dsd.get_state_dict(self.module, optimizer)
 
+        def gather(part: Tensor) -> Tensor | None:
+            whole = part.full_tensor() if isinstance(part, DTensor) else part
+            return whole.cpu() if rank % size == 0 else None
 
-#:: include "parallelism/shared/stage.py" ::#
+        whole: list[Any] = tree_map_only(Tensor, gather, [model, optim["state"]])
+        for source in range(size, self.process.world_size, size):
+            part = [*whole]
+            if rank == source:
+                dist.send_object_list(part, 0, group)
+            elif rank == 0:
+                dist.recv_object_list(part, source, group)
+                whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]
+        return {"model": whole[0], "optimizer": {"state": whole[1]}}
 
-
-#:: include "parallelism/shared/outline.py" ::#
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+        own, states, names = dict[str, Any](), dict[str, Any](), self.module.state_dict()
+        for name in max(self.process.all_gather([*model])):  # Rank 0's.
+            entry = [model.get(name), (state or {}).get(name)]
+            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
+            if name in names or name not in self.outline.names:
+                own[name], states[name] = entry
+        options = dsd.StateDictOptions(full_state_dict=True)
+        dsd.set_model_state_dict(self.module, own, options=options)
+        options.strict = False  # Without a gradient, there is no state.
+        if optimizer and any(states.values()):
+            whole = dsd.get_optimizer_state_dict(self.module, optimizer)
+            whole["state"] = {name: values for name, values in states.items() if values}
+            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)
 
 
 def prepare_block(block: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     """Shard a block's layers; recompute and compile it if set."""
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/layer_steps.py" ::#
-#:: include "parallelism/shared/block_steps.py" ::#
-#:: endfilter ::#
+    names, plan = {name for name, _ in block.named_parameters()}, tensor_plan(block) if mesh.size() > 1 else {}
+    if len(plan) > 1 and any("Dropout" in type(each).__name__ and getattr(each, "p", 1) for each in block.modules()):
+        raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")
+    # All ranks drew the same, so each keeps its shard.
+    parallelize_module(block, mesh, plan, src_data_rank=None)
+    for name, _ in block.named_parameters():
+        if name not in names:
+            raise UserError(f"{name} is shared, and plan.py shards it; use a copy")
+    for name, buffer in block.named_buffers():
+        if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
+            raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
+    if config.train.activation_checkpointing:
+        if any("running_mean" in name for name, _ in block.named_buffers()):
+            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.train.compile:
+        block.compile()

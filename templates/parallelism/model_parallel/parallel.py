@@ -45,13 +45,19 @@ class Parallel:
             place(block, choose_device(self.device, number * config.parallel.devices // len(blocks)))
         self.ddp = self.build_ddp(config.train.allow_unused)
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/ddp.py" ::#
-#:: endfilter ::#
+    def build_ddp(self, find_unused: bool) -> DistributedDataParallel:
+        """Wrap the module in DDP, and let a first backward order its gradients, which decides how sums are rounded."""
+        ddp = DistributedDataParallel(self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True)
+        ddp.broadcast_buffers = False  # average_buffers does that before they are used.
+        ddp.module = nn.Module()  # In its place, whose hooks expect inputs.
+        ddp.module.forward = lambda: sum(p.sum().to(self.device) for p in self.module.parameters() if p.requires_grad)
+        ddp().backward()  # Otherwise, the order would change after the first step of every start.
+        ddp.module = self.module
+        self.module.zero_grad()
+        return ddp
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/forward_backward.py" ::#
-#:: endfilter ::#
+    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
+        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
@@ -70,11 +76,17 @@ class Parallel:
         """Clip the norm of the whole model's gradient; returns the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/buffers.py" ::#
+    def average_buffers(self) -> None:
+        """Average BatchNorm's running statistics over ranks with other samples."""
+        for name, statistics in self.module.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
-#:: include "parallelism/shared/gather.py" ::#
-#:: endfilter ::#
+    def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
+        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
 
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
         """Load rank 0's weights of the whole model, and the optimizer's state if given."""
@@ -99,7 +111,20 @@ def place(block: nn.Module, device: torch.device) -> None:
     block.to(device).register_forward_pre_hook(lambda _, inputs: to_device((inputs, None), device)[0])
 
 
-#:: include "parallelism/shared/ties.py" ::#
+def refuse_shared(block: nn.Module, seen: WeakValueDictionary[int, nn.Parameter]) -> None:
+    """Reject a parameter that was ``seen`` in another block: two copies of it would be trained."""
+    for name, parameter in block.named_parameters():
+        if seen.get(id(parameter)) is parameter:
+            raise UserError(f"{name} of the {type(block).__name__} is shared with another block; use a copy")
+        seen[id(parameter)] = parameter
 
 
-#:: include "parallelism/shared/blocks.py" ::#
+def prepare_block(block: nn.Module, config: Config) -> nn.Module:
+    """Let a block recompute its activations in backward, and compile it, if the settings say so."""
+    if config.train.activation_checkpointing:
+        if any("running_mean" in name for name, _ in block.named_buffers()):
+            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.train.compile:
+        block.compile()
+    return block

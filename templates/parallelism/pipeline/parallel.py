@@ -75,9 +75,8 @@ class Parallel:
         for each in self.stages.values():
             shard(each)  # For the schedule.
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/forward_backward.py" ::#
-#:: endfilter ::#
+    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
+        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
         batches = split_batch((inputs, targets), self.microbatches)
         if (forms := self.outline.trace(batches[0][0])) is not self.forms:
             self.build_schedule(forms)
@@ -125,11 +124,57 @@ class Parallel:
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/buffers.py" ::#
+    def average_buffers(self) -> None:
+        """Average BatchNorm's running statistics over ranks with other samples."""
+        for name, statistics in self.module.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
-#:: include "parallelism/shared/stage_state.py" ::#
-#:: endfilter ::#
+    def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        rank, group, size = self.process.rank, self.process.cpu_group, dist.get_world_size(self.dp_group)
+        model, optim = dsd.get_state_dict(self.module, optimizer)
+
+        def gather(part: Tensor) -> Tensor | None:
+            whole = part.full_tensor() if isinstance(part, DTensor) else part
+            return whole.cpu() if rank % size == 0 else None
+
+        whole: list[Any] = tree_map_only(Tensor, gather, [model, optim["state"]])
+        for source in range(size, self.process.world_size, size):
+            part = [*whole]
+            if rank == source:
+                dist.send_object_list(part, 0, group)
+            elif rank == 0:
+                dist.recv_object_list(part, source, group)
+                whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]
+        return {"model": whole[0], "optimizer": {"state": whole[1]}}
+
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+        own, states, names = dict[str, Any](), dict[str, Any](), self.module.state_dict()
+        for name in max(self.process.all_gather([*model])):  # Rank 0's.
+            entry = [model.get(name), (state or {}).get(name)]
+            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
+            if name in names or name not in self.outline.names:
+                own[name], states[name] = entry
+        options = dsd.StateDictOptions(full_state_dict=True)
+        dsd.set_model_state_dict(self.module, own, options=options)
+        options.strict = False  # Without a gradient, there is no state.
+        if optimizer and any(states.values()):
+            whole = dsd.get_optimizer_state_dict(self.module, optimizer)
+            whole["state"] = {name: values for name, values in states.items() if values}
+            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)
 
 
-#:: include "parallelism/shared/blocks.py" ::#
+def prepare_block(block: nn.Module, config: Config) -> nn.Module:
+    """Let a block recompute its activations in backward, and compile it, if the settings say so."""
+    for name, buffer in block.named_buffers():
+        if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
+            raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
+    if config.train.activation_checkpointing:
+        if any("running_mean" in name for name, _ in block.named_buffers()):
+            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.train.compile:
+        block.compile()
+    return block

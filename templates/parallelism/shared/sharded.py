@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from . import checkpoint
 from .config import Config, UserError
 from .distributed import FILE_TIMEOUT, Process
+from .files import write_atomically
 
 
 class Checkpointer(checkpoint.Checkpointer):
@@ -91,7 +92,7 @@ class Checkpointer(checkpoint.Checkpointer):
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"{final} was not written; disk full? {str(error).splitlines()[-1]}") from None
         if self.process.rank == 0:
-            checkpoint.write_atomically(partial / "header.json", header)
+            write_atomically(partial / "header.json", header)
             os.replace(partial, final)
 
 

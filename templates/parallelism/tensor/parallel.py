@@ -82,17 +82,24 @@ class Parallel:
         self.head.set_reshard_after_forward(False)  # Backward starts with it.
         self.microbatches, self.allow_unused = config.train.microbatches, config.train.allow_unused
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/forward_backward.py" ::#
-#:: endfilter ::#
+    @loss_parallel()  # Sharded logits.
+    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
+        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
         # A group's ranks draw the same, as dropout of whole activations needs.
-#:: filter indent(8, true) ::#
-#:: include "parallelism/shared/micro_batches.py" ::#
-#:: endfilter ::#
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        for number, (inputs, targets) in enumerate(microbatches, start=1):
+            # Each micro-batch scatters its gradients: to wait for the last would keep whole ones. Replicas average
+            # theirs once, after the last.
+            self.fsdp.set_requires_all_reduce(number == self.microbatches)
+            self.scaler.scale(mean_loss(self.module(inputs), targets)).backward()
+        if self.allow_unused:
+            self.compare_used()
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/compare_used.py" ::#
-#:: endfilter ::#
+    def compare_used(self) -> None:
+        """Reject parameters with a gradient on some ranks only: FSDP would have added those of others to it."""
+        used = self.process.all_gather({name for name, p in self.module.named_parameters() if p.grad is not None})
+        if names := set.union(*used) - set.intersection(*used):
+            raise UserError(f"only some ranks use {min(names)}; under this strategy, all have to, or none")
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -114,16 +121,37 @@ class Parallel:
             gradient.to_local().mul_(scale)
         return norm
 
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/state.py" ::#
-#:: endfilter ::#
+    def average_buffers(self) -> None:
+        """Average BatchNorm's running statistics over ranks with other samples."""
+        for name, statistics in self.module.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
+
+    def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
+        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
+
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
+        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+        options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        dsd.set_model_state_dict(self.module, model, options=options)
+        options.strict = False  # A parameter that never had a gradient has no state.
+        if optimizer and (own := dsd.get_optimizer_state_dict(self.module, optimizer))["state"]:  # Plain SGD has none.
+            dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)
 
 
 def shard_layers(block: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a block's layers over a group of ranks, by its plan; rejects weights that layers share."""
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/layer_steps.py" ::#
-#:: endfilter ::#
+    names, plan = {name for name, _ in block.named_parameters()}, tensor_plan(block) if mesh.size() > 1 else {}
+    if len(plan) > 1 and any("Dropout" in type(each).__name__ and getattr(each, "p", 1) for each in block.modules()):
+        raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")
+    # All ranks drew the same, so each keeps its shard.
+    parallelize_module(block, mesh, plan, src_data_rank=None)
+    for name, _ in block.named_parameters():
+        if name not in names:
+            raise UserError(f"{name} is shared, and plan.py shards it; use a copy")
 
 
 def is_split(p: Any) -> bool:
@@ -131,7 +159,23 @@ def is_split(p: Any) -> bool:
     return "tensor" in p.device_mesh.mesh_dim_names and not p.placements[-1].is_replicate()
 
 
-#:: include "parallelism/shared/ties.py" ::#
+def refuse_shared(block: nn.Module, seen: WeakValueDictionary[int, nn.Parameter]) -> None:
+    """Reject a parameter that was ``seen`` in another block: two copies of it would be trained."""
+    for name, parameter in block.named_parameters():
+        if seen.get(id(parameter)) is parameter:
+            raise UserError(f"{name} of the {type(block).__name__} is shared with another block; use a copy")
+        seen[id(parameter)] = parameter
 
 
-#:: include "parallelism/shared/blocks.py" ::#
+def prepare_block(block: nn.Module, config: Config) -> nn.Module:
+    """Let a block recompute its activations in backward, and compile it, if the settings say so."""
+    for name, buffer in block.named_buffers():
+        if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
+            raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
+    if config.train.activation_checkpointing:
+        if any("running_mean" in name for name, _ in block.named_buffers()):
+            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.train.compile:
+        block.compile()
+    return block

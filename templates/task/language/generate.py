@@ -7,7 +7,7 @@ import torch
 from .config import Config
 from .dataset import describe
 from .distributed import Process
-from .evaluate import load_experiment
+from .experiment import load_experiment
 
 
 def generate(options: Any, config: Config, given: set[str], process: Process) -> None:

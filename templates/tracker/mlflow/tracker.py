@@ -9,8 +9,8 @@ from typing import Any
 
 import mlflow
 
-from .checkpoint import write_atomically
 from .config import UserError
+from .files import write_atomically
 
 
 class Tracker:

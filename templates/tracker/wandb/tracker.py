@@ -12,8 +12,8 @@ from typing import Any
 
 import wandb
 
-from .checkpoint import write_atomically
 from .config import UserError
+from .files import write_atomically
 
 
 class Tracker:

@@ -96,15 +96,16 @@ def parse(argv: Sequence[str]) -> tuple[str, Config, Namespace]:
 def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
     """Run a subcommand; ``given`` has the names of the options on the command line."""
     from .checkpoint import export  # Not before settings are checked: PyTorch takes seconds to import.
-    from .distributed import cleanup, fail, rendezvous, setup
+    from .distributed import cleanup, rendezvous, setup
     #:: if fact("shards") ::#
     from .estimate import estimate
     #:: endif ::#
     from .evaluate import evaluate
+    from .failures import fail
     #:: if file("task", "generate.py") ::#
     from .generate import generate
     #:: endif ::#
-    from .logger import plot
+    from .plot import plot
     from .train import Trainer
 
     if name == "export":

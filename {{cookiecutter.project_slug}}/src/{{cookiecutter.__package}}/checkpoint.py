@@ -6,21 +6,18 @@
 It is the state of the whole model, for any strategy and number of ranks, and without random state: steps are seeded.
 """
 
-import fcntl
 import json
-import os
 import re
 import shutil
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict
 from logging import getLogger
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
@@ -31,6 +28,7 @@ from torch.utils._pytree import tree_map_only  # Private; optree has it.
 
 from .config import Config, UserError
 from .distributed import Process
+from .files import digest, lock, set_aside, write_atomically
 
 
 def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -> dict[str, Any]:
@@ -207,44 +205,3 @@ def export(path: Path, output: Path) -> None:
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in read_weights(path).items()}
     settings = {"config": json.dumps(read(path).get("config"))}
     write_atomically(output, lambda file: file.write(save(weights, settings)))
-
-
-def digest(path: Path) -> str:
-    """Return a digest of a file: of its first MiB, and its size."""
-    with open(path, "rb") as file:
-        return f"{zlib.crc32(file.read(2**20)):08x} and {path.stat().st_size} bytes"
-
-
-def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
-    """Write a file so that it is complete or absent, even if the machine stops in the middle or the disk is full."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode()) if isinstance(content, str) else content(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{path} could not be written; is the disk full? {error}") from None
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # Makes the new name durable.
-    os.close(folder)
-
-
-def set_aside(path: Path, reason: str, move: Callable[[Path, str], object] = os.replace) -> None:
-    """Rename what cannot be read, and warn of it."""
-    shutil.rmtree(new := f"{path}.damaged", ignore_errors=True)  # Of an earlier start.
-    move(path, new)
-    getLogger(__name__).warning(f"{reason}; it is now {path.name}.damaged")
-
-
-def lock(run_dir: Path) -> None:
-    """Keep other runs out of ``run_dir`` as long as this process lives."""
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        raise UserError(f"{run_dir} is in use by another run; wait for it, or give another run.dir") from None
-    except OSError as error:  # A file system without locks.
-        getLogger(__name__).warning(f"{run_dir} cannot be locked ({error.strerror}); let no other run use it")

@@ -100,7 +100,10 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep, in addition to the best one."""
     resume: str = "auto"
     """auto: resume if run.dir holds a checkpoint. never: reject such a run.dir. Or a checkpoint to start from."""
-    #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/format.py" ignore missing ::#
+    #:: if fact("shards") ::#
+    format: Literal["full", "sharded"] = "full"
+    """full: one file, which rank 0 assembles and writes. sharded: a folder; each rank writes its part meanwhile."""
+    #:: endif ::#
 
 
 @dataclass

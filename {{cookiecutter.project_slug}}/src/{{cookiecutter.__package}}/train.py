@@ -8,9 +8,11 @@ import torch
 
 from .config import Config, UserError
 from .distributed import Process, StopSignal, derive_seed, seed_everything
-from .evaluate import Evaluator, build_experiment
-from .loader import MeanLosses, TrainSampler, build_loader, to_device
+from .evaluate import Evaluator
+from .experiment import build_experiment
+from .loader import TrainSampler, build_loader, to_device
 from .logger import Logger, profile_steps
+from .losses import MeanLosses
 from .optim import build_optimizer, learning_rate
 from .parallel import Parallel
 

@@ -1,4 +1,40 @@
-#// Uses Any, ModelConfig, NUMBER, Tensor, UserError, build_model, nn, torch, tree_leaves, tree_map_only. //#
+"""The stages of a pipeline: consecutive blocks of the model, and what they send each other."""
+
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only  # Private; optree has them.
+
+from .config import ModelConfig, UserError
+from .model import build_model
+
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, for the first stage.
+getLogger("torch.distributed.pipelining.schedules").disabled = True  # It would print them if one fails.
+
+
+class Stage(nn.Module):
+    """Consecutive blocks, as a schedule runs them: with one tensor between two stages."""
+
+    def __init__(self, blocks: nn.Sequential, is_last: bool) -> None:
+        super().__init__()
+        self.blocks, self.is_last = blocks, is_last
+        self.inputs: list[Any] = []  # Of all micro-batches, in the first stage, which gets numbers.
+        self.outputs: Any = None  # Of the last micro-batch, in the last stage.
+
+    def forward(self, x: Any) -> Tensor:
+        if self.inputs:
+            x = self.inputs.pop(0)  # They come in order.
+        elif torch.is_grad_enabled():
+            x = x.view_as(x)
+            x.register_hook(Tensor.contiguous)  # Only such gradients can be sent.
+        x = self.blocks(x)
+        if self.is_last:
+            self.outputs, x = x, torch.zeros_like(NUMBER, device="cpu")  # For the loss.
+        return x.contiguous()
+
+
 class Outline:
     """The model without values: each block's stage, and what stages send."""
 

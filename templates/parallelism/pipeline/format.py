@@ -1,3 +1,0 @@
-#:: filter indent(4, true) ::#
-#:: include "parallelism/shared/format.py" ::#
-#:: endfilter ::#
