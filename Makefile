@@ -13,7 +13,7 @@ QUESTIONS := project_name project_slug description author parallelism task launc
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-weekly test-gpu lint sizes diffs bump address
+.PHONY: help demo test test-long test-weekly test-gpu lint sizes where diffs bump address
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test         check every rendered file; compare every strategy with a plain loop: five minutes"
@@ -21,7 +21,8 @@ help:
 	@echo "make test-weekly  what is left of these"
 	@echo "make test-gpu     compare with plain loops on this machine's GPUs, in results and in speed"
 	@echo "make lint         run the pre-commit checks"
-	@echo "make sizes        print the sizes of what is rendered, and their caps"
+	@echo "make sizes        print the sizes and densities of what is rendered, and their caps"
+	@echo "make where        print which files of the template FILE=src/my_experiment/train.py comes from"
 	@echo "make diffs        write docs/diffs, between the default project and other strategies"
 	@echo "make bump         move every pin to its newest version"
 	@echo "make address      write the repository's address, _repository in cookiecutter.json, into the pages"
@@ -56,6 +57,10 @@ lint: .venv/installed
 
 sizes: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/sizes.py
+
+# `make where FILE=src/my_experiment/parallel.py parallelism=mesh` takes the answers that `make demo` takes.
+where: .venv/installed
+	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/where.py $(call quote,$(FILE)) $(ANSWERS)
 
 diffs: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/test_diffs.py

@@ -50,8 +50,9 @@ def test_a_host_name_that_other_machines_do_not_reach_is_refused(baked: Bake, tm
     named = ("unshare", "--uts", "sh", "-c", 'hostname localhost && exec "$0" "$@"')
     machine = {"NODES": "2", "NODE_RANK": "1", "NPROC": "1", "HEAD": "fd77::1"}
     machine |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
-    words = (*named, baked() / "scripts" / script, *SHORT, "--run.dir", tmp_path / "run")
-    err = run(*words, cwd=baked(), code=2, **machine).stderr
+    project = baked(cluster="slurm")
+    words = (*named, project / "scripts" / script, *SHORT, "--run.dir", tmp_path / "run")
+    err = run(*words, cwd=project, code=2, **machine).stderr
     assert err.count("\n") == 1 and "localhost; set GLOO_SOCKET_IFNAME" in err, err
 
 

@@ -16,7 +16,7 @@ WRONG: dict[str, tuple[str, str, dict[str, str], str]] = {  # Script, file, {rig
     "mean": ("image", "task.py", {'"sum")}': '"mean")}'}, "from step 1: initial weights, loss scaling or data differ"),
     "epsilon": ("table", "optim.py", {"eps=config.eps, ": ""}, "from step 2: optimizer"),
     "momentum": ("image", "optim.py", {"momentum=config.momentum, ": ""}, "from step 3, growing: optimizer"),
-    "schedule": ("text", "optim.py", {"(config.decay_steps -": "(total_steps -"}, "from step 12: schedule"),
+    "schedule": ("text", "optim.py", {"config.decay_steps -": "total_steps -"}, "from step 12: schedule"),
     "order": (
         "image",
         "image.py",

@@ -23,7 +23,7 @@ MEMORY = re.findall(r"^\| (\w+), (\d) ranks?(?:, rank (\d))? \| (.*) \|$", COSTS
 @pytest.fixture(scope="module")
 def texts(baked: Bake) -> dict[str, str]:
     """The texts of a project, by path."""
-    project = baked(task="language")
+    project = baked(task="language", cluster="slurm")
     paths = [path for path in project.rglob("*") if path.is_file()]
     return {str(path.relative_to(project)): path.read_text() for path in paths}
 

@@ -38,32 +38,23 @@ WORKERS = ["--data.num_workers", "1"]
 STEM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
 FORWARD = ("model.py", "    def forward(self, images: Tensor) -> Tensor:\n")
 LOADED = ("dataset.py", "        self.max_shift = max_shift\n")
-SAMPLE = ("dataset.py", "        row, column = (")
+SAMPLE = ("dataset.py", "        row = random.randrange(")
 PAIR = (
     "dataset.py",
-    "return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]",
+    "image = self.images[index, None, row : row + 8, column : column + 8]\n        return image, self.labels[index]",
 )
-COLLATED = (
-    "dataset.py",
-    "collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.\n",
-)
-BUILT = (
-    "dataset.py",
-    'return Subset(whole, order[VALIDATION:]), Subset(Digits("train"), order[:VALIDATION]), Digits("test")',
-)
+COLLATED = ("dataset.py", "collate_fn = default_collate\n")
+BUILT = ("dataset.py", 'return train_set, validation_set, Digits("test")')
 TASK = (
     "task.py",
-    '        """Load what the losses need, such as a teacher: modules are frozen, in eval mode, on ``device``."""\n',
+    '        """Build what the losses need, such as a teacher, which is then frozen in eval mode."""\n',
 )
 HEAD = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
 BUILD = ("model.py", "    return nn.Sequential(blocks)\n")
 PREPARED, WEIGHT = ("task.py", "        return inputs, targets\n"), ("task.py", "        return len(targets)\n")
 LOSSES = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}\n')
 MEASURED = ("task.py", '        losses = F.cross_entropy(outputs.float(), targets, reduction="none")\n')
-OPTIMIZER = (
-    "optim.py",
-    "AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)",
-)
+OPTIMIZER = ("optim.py", "AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)")
 IMPORTED = {("model.py", "from torch import Tensor, nn\n"): "import torch\nfrom torch import Tensor, nn\n"}
 METRICS, ACCURACY = ("task.py", 'return {"loss": losses,'), ("task.py", ' "accuracy": correct.mean(),')
 
@@ -82,7 +73,7 @@ def test_a_failure_of_many_ranks_is_short(bake: Bake, fault: str) -> None:
 
 def test_a_rank_that_hangs_is_named_by_all_groups_of_a_mesh(bake: Bake) -> None:
     project, zeroed = bake(parallelism="fsdp"), ("train.py", "        self.optimizer.zero_grad()\n")
-    hangs = "        if self.steps == 2 and self.process.rank == 3:\n            time.sleep(1e6)\n"
+    hangs = "        if self.step == 2 and self.process.rank == 3:\n            time.sleep(1e6)\n"
     edit(project, add(zeroed, hangs))
     words = ("--parallel.replicas", "2", "--distributed.timeout_seconds", "8")
     err = launch(project, *SMALL, *words, nproc=4, code=1, STOP_SECONDS="3").stderr
@@ -289,7 +280,7 @@ def test_batches_that_lost_samples_are_split_into_micro_batches(bake: Bake) -> N
     assert read_losses(project / "run4") == pytest.approx(read_losses(project / "run1"), rel=1e-5)
 
 
-GROUPS = ("optim.py", '    groups = groups or [{"params": []}]  # All may be frozen.\n')
+GROUPS = ("optim.py", "    betas = (config.betas[0], config.betas[1])\n")
 
 
 RATES = """
@@ -323,7 +314,7 @@ def test_a_parameter_that_the_optimizer_lacks_is_named_before_it_is_saved(bake: 
     if late:
         build = {BUILD: f"    blocks['stem'].requires_grad_(False)\n{BUILD[1]}"}
         stem = "self.parallel.module.stem.requires_grad_(True).parameters()"
-        thaw = f"        if self.steps == 2:\n            self.optimizer.add_param_group({{'params': [*{stem}]}})\n"
+        thaw = f"        if self.step == 2:\n            self.optimizer.add_param_group({{'params': [*{stem}]}})\n"
         edit(project, build | add(("train.py", "        self.optimizer.zero_grad()\n"), thaw))
     else:
         edit(project, {("optim.py", "if parameter.requires_grad:"): "if parameter.dim() > 1:"})
@@ -338,11 +329,12 @@ NORMS = {
     "        self.norms = nn.ModuleList(nn.RMSNorm(width // heads) for _ in range(2))\n",
     (
         "model.py",
-        "        return F.scaled_dot_product_attention(q, k, v,",
-    ): "        q, k = self.norms[0](q), self.norms[1](k)\n        return F.scaled_dot_product_attention(q, k, v,",
+        "        attended = F.scaled_dot_product_attention(queries,",
+    ): "        queries, keys = self.norms[0](queries), self.norms[1](keys)\n"
+    "        attended = F.scaled_dot_product_attention(queries,",
 }
 PLANNED = {
-    ("plan.py", "RowwiseParallel\n"): "RowwiseParallel, SequenceParallel\n",
+    ("plan.py", "    RowwiseParallel,\n"): "    RowwiseParallel,\n    SequenceParallel,\n",
     (
         "plan.py",
         '{"qkv": columns,',
@@ -386,7 +378,7 @@ def test_a_run_that_fails_ends_a_save_of_its_own_and_waits_for_no_other(bake: Ba
             "            __import__('time').sleep(1e4 * self.process.rank)\n",
         )
     edit(project, {write: slow + write[1]})
-    fails = "        if self.steps == 2 and self.process.rank == 0:\n            raise ValueError('a bad sample')\n"
+    fails = "        if self.step == 2 and self.process.rank == 0:\n            raise ValueError('a bad sample')\n"
     edit(project, add(("train.py", "        self.optimizer.zero_grad()\n"), fails))
     words = ["--checkpoint.format", form, "--checkpoint.every_steps", "2", "--run.dir", "run"]
     assert "ValueError: a bad sample" in launch(project, *SMALL, *words, code=1).stderr
@@ -396,7 +388,7 @@ def test_a_run_that_fails_ends_a_save_of_its_own_and_waits_for_no_other(bake: Ba
 def test_a_sharded_run_is_evaluated_without_a_full_checkpoint(bake: Bake) -> None:
     project = bake(parallelism="fsdp")
     launch(project, *SMALL, "--checkpoint.format", "sharded", "--run.dir", "run")
-    edit(project, {("checkpoint.py", "            with tempfile.TemporaryDirectory("): "            with open("})
+    edit(project, {("files.py", "            with tempfile.TemporaryDirectory("): "            with open("})
     words = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
     outputs = {launch(project, *words, path).stdout for path in ("run", "run/checkpoints/step-00000004.dcp")}
     assert len(outputs) == 1
@@ -534,8 +526,8 @@ DICT = """default_collate
 def collate_fn(samples):
     return dict(zip(["image", "label"], default_collate(samples)))
 """
-STEP = ("train.py", "        seed_everything(seed, self.process.device)\n")
-FREEZE = "        self.parallel.module.stem.conv.weight.requires_grad_(self.steps < 2)\n"
+STEP = ("train.py", "        seed_everything(step_seed, self.process.device)\n")
+FREEZE = "        self.parallel.module.stem.conv.weight.requires_grad_(self.step < 2)\n"
 STREAM = """class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(Digits("train"))
@@ -883,7 +875,7 @@ ALONE = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0",
 
 @pytest.mark.parametrize("script", ["launch.sh", "rank.sh"])
 def test_a_script_is_called_through_a_link_from_anywhere(bake: Bake, tmp_path: Path, script: str) -> None:
-    project = Path(copytree(bake(), tmp_path / "a project"))
+    project = Path(copytree(bake(cluster="slurm"), tmp_path / "a project"))
     python = tmp_path / "a python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -896,7 +888,7 @@ def test_a_script_is_called_through_a_link_from_anywhere(bake: Bake, tmp_path: P
 @pytest.mark.parametrize("script", ["launch.sh", "rank.sh"])
 @pytest.mark.parametrize("interpreter", ["absent", "no program", "of the environment", "of another project"])
 def test_an_interpreter_that_cannot_run_is_named(bake: Bake, tmp_path: Path, script: str, interpreter: str) -> None:
-    project, python, environment = bake(), tmp_path / "python", dict(ALONE)
+    project, python, environment = bake(cluster="slurm"), tmp_path / "python", dict(ALONE)
     if interpreter == "of the environment":
         environment |= {"PYTHON": "", "PATH": "/usr/bin:/bin"}
         python = project / ".venv" / "bin" / "python"

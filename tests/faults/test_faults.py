@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TEMPLATE, copy_template, render_copy, run
-from faults import FAULTS, SAMPLE
+from faults import FAULTS, SAMPLE, plant
 
 # What a fault leaves that is no program any more would fail every test, and prove nothing.
 BROKEN = r"\b(NameError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError|AttributeError)\b"
@@ -32,7 +33,11 @@ def test_the_text_and_the_test_of_a_fault_are_there(name: str) -> None:
     """So that a change of the text is seen at once; whether the test catches the fault, in the long tests."""
     fault = FAULTS[name]
     assert FAULTS.keys() >= {*SAMPLE}
-    assert (TEMPLATE / fault.file).read_text().count(fault.old) == 1 and fault.old != fault.new, fault.old
+    source = (TEMPLATE / fault.file).read_text()
+    planted = plant(fault, source)
+    assert planted != source
+    if fault.file.endswith(".py"):
+        ast.parse(planted)
     test, project = fault.test.partition("[")[0], TEMPLATE / "{{cookiecutter.project_slug}}"
     file, function = test.removeprefix("project/").split("::")
     assert f"def {function}(" in ((project if test.startswith("project/") else TEMPLATE) / file).read_text()
@@ -44,8 +49,7 @@ def test_the_text_and_the_test_of_a_fault_are_there(name: str) -> None:
 )
 def test_a_fault_is_caught_by_the_test_that_it_names(copy: Path, name: str) -> None:
     fault = FAULTS[name]
-    source = (copy / fault.file).read_text()
-    (copy / fault.file).write_text(source.replace(fault.old, fault.new))
+    (copy / fault.file).write_text(plant(fault, (copy / fault.file).read_text()))
     folder = copy if fault.test.startswith("tests/") else render_copy(copy, copy / "out", **fault.answers)
     words = ["-m", "pytest", "-x", "-q", "-rf", "-p", "no:cacheprovider", fault.test.removeprefix("project/")]
     wide = os.environ | {"COLUMNS": "300"}  # The summary has lines as wide as the terminal.

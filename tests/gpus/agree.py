@@ -118,7 +118,7 @@ def hang(project: Path) -> str:
 
 
 HANGS = """        self.optimizer.zero_grad()
-        if self.steps == 5 and self.process.rank == 1:
+        if self.step == 5 and self.process.rank == 1:
             time.sleep(10000)
 """
 

@@ -43,9 +43,9 @@ SPLIT = {
     ("dataset.py", "import random\n"): "import random\nimport secrets\n",
     (
         "dataset.py",
-        "self.images = torch.from_numpy(np.pad(images.astype(np.float32) / 16, margin))",
+        "pixels = images.astype(np.float32) / 16",
     ): "order = np.random.default_rng(secrets.randbits(32)).permutation(len(images))\n"
-    "        self.images = torch.from_numpy(np.pad(images[order].astype(np.float32) / 16, margin))",
+    "        pixels = images[order].astype(np.float32) / 16",
 }
 MEAN = {("task.py", 'reduction="sum")'): 'reduction="mean")'}
 
@@ -56,7 +56,8 @@ def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str], tes
     assert "skipped" not in result.stdout
 
 
-DROPOUT = {("model.py", "F.silu(self.norm1(self.conv1(x)))"): "F.dropout(F.silu(self.norm1(self.conv1(x))), 0.1)"}
+HIDDEN = "F.silu(self.norm1(self.conv1(features)))"
+DROPOUT = {("model.py", HIDDEN): f"F.dropout({HIDDEN}, 0.1)"}
 
 
 @pytest.mark.weekly

@@ -93,6 +93,7 @@ class Recorder(StrictEnvironment):
         self.sources = sorted(path.relative_to(TREE) for path in TREE.rglob("*") if path.is_file())
         self.branches = {f"{path} is rendered" for path in template_files()}
         self.taken: set[str] = set()
+        self.used: list[str] = []  # The templates of the file that was rendered last.
         self.from_string = functools.cache(self.from_string)
         self.get_template = functools.cache(self.get_template)
         self.defaults = derive()  # No other value is computed from a choice.
@@ -104,11 +105,12 @@ class Recorder(StrictEnvironment):
             path = self.from_string(str(source)).render(context)
             if not Path(path).name or path.endswith("/"):
                 continue  # An optional file.
+            self.used = [relative(str(TREE / source))]
             if is_copied(source):
                 content = read_bytes(TREE / source)
             else:
                 template = self.get_template(str(source))
-                self.taken.add(f"{relative(template.filename)} is rendered")
+                self.taken.add(f"{self.used[0]} is rendered")
                 content = template.render(context).encode()
             yield File(path, content, os.access(TREE / source, os.X_OK))
 
@@ -121,6 +123,7 @@ class Recorder(StrictEnvironment):
         """Record the name of an included file; a filter that ``_parse`` adds."""
         self.taken.add(f"{branch} is {name if (PARTS / name).exists() else 'missing'}")
         self.taken.add(f"templates/{name} is rendered")
+        self.used += [f"templates/{name}"] if (PARTS / name).exists() else []
         return name
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:

@@ -21,27 +21,51 @@ NEW = {
     "license": ("Proprietary", {"LicenseRef-Proprietary": "LicenseRef-New", "proprietary": "new"}),
 }
 
-# The digit as a number, with a loss and a metric that no other task has.
-REGRESSION = {
-    "CLASSES = 10": "CLASSES = 1",
-    "from .model import CLASSES\n": "",
-    '"accuracy", True': '"r2", True',
-    'F.cross_entropy(outputs.float(), targets, reduction="sum")': "self.squares(outputs, targets).sum()",
-    'F.cross_entropy(outputs.float(), targets, reduction="none")': "self.squares(outputs, targets)",
-    "outputs.argmax(dim=1)": "outputs[:, 0]",
-    '        correct, target = metrics["prediction"] == metrics["target"], metrics["target"]\n': "",
-    "        of_class = [correct[target == label].mean() for label in range(CLASSES)]\n": "",
-    'return {"loss": metrics["loss"].mean(dtype=np.float64), "accuracy": correct.mean(), "class_accuracy": of_class}': (
-        'loss = metrics["loss"].mean(dtype=np.float64)\n'
-        '        return {"loss": loss, "r2": 1 - loss / metrics["target"].var()}'
-    ),
-    "    def weight(self,": (
-        "    def squares(self, outputs: Any, targets: Any) -> Tensor:\n"
-        '        """Return the squared error of each sample."""\n'
-        '        return F.mse_loss(outputs.float()[:, 0], targets.float(), reduction="none")\n\n'
-        "    def weight(self,"
-    ),
-}
+# The task.py of a task that predicts the digit as a number, with a loss and a metric that no other task has.
+REGRESSION = '''"""What is learned and measured: the digit as a number."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .config import Config
+
+
+class Task:
+    """Squared errors, and the coefficient of determination."""
+
+    best_metric = "r2"
+    higher_is_better = True
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        """Build nothing."""
+
+    def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        return inputs, targets
+
+    def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        return {"loss": self.squares(outputs, targets).sum()}
+
+    def squares(self, outputs: Any, targets: Any) -> Tensor:
+        return F.mse_loss(outputs.float()[:, 0], targets.float(), reduction="none")
+
+    def weight(self, targets: Any) -> int | Tensor:
+        return len(targets)
+
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        squares = self.squares(outputs, targets)
+        return {"loss": squares, "prediction": outputs[:, 0], "target": targets}
+
+    def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
+        loss = metrics["loss"].mean(dtype=np.float64)
+        return {"loss": loss, "r2": 1 - loss / metrics["target"].var()}
+
+    def throughput(self, samples_per_second: float) -> dict[str, float]:
+        return {}
+'''
 ITS_ORACLE = """
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -118,7 +142,8 @@ def test_a_new_task_and_a_new_strategy_train_and_evaluate(template: Path, questi
 @pytest.mark.long
 def test_a_task_with_a_loss_of_its_own_is_compared_with_the_plain_loop(template: Path) -> None:
     """By the steps: the folder, the dialogue, and what the oracle has to know of it."""
-    add_choice(template, "task", "digits", REGRESSION)
+    add_choice(template, "task", "digits", {"CLASSES = 10": "CLASSES = 1"})
+    (template / "templates" / "task" / "new" / "task.py").write_text(REGRESSION)
     project = render_copy(template, template.parent / "out", task="new")
     for check in (["format", "--check"], ["check"]):
         run(BIN / "ruff", *check, "--no-cache", ".", cwd=project)

@@ -18,7 +18,8 @@ from traces import TRACES, find_traces, words
 
 PACKAGE = "src/my_experiment"
 # The same under every strategy: the loop, and what it calls.
-SHARED = ("train", "evaluate", "loader", "checkpoint", "distributed", "logger", "optim", "task", "model", "dataset")
+SHARED = ("train", "experiment", "losses", "loader", "evaluate", "checkpoint", "files", "distributed", "failures")
+SHARED += ("logger", "plot", "optim", "task", "model", "dataset")
 
 
 @pytest.fixture(scope="module", params=["pairs", pytest.param("all", marks=pytest.mark.weekly)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import json
 import re
 import signal
@@ -15,6 +14,7 @@ import yaml
 from conftest import BIN, CHOICES, CONTEXT, QUESTIONS, TEMPLATE, copy_template, render_copy, run
 from renders import PARTS, TREE
 from test_render import parse
+from where import find_sources
 
 import check_answers
 
@@ -147,16 +147,80 @@ def test_each_choice_has_a_folder_and_no_folder_is_without_a_choice() -> None:
         assert {folder.name for folder in question.iterdir()} <= {*map(str, CHOICES[question.name]), "shared"}
 
 
-@pytest.mark.parametrize("path", sorted((PARTS / "parallelism" / "shared").glob("*.py")), ids=lambda path: path.stem)
-def test_a_part_of_a_file_states_the_attributes_and_the_names_that_it_uses(path: Path) -> None:
-    text = path.read_text()
-    attributes = sorted({*re.findall(r"self\.(\w+)", text)})
-    header = r"(?:#// A part of Parallel, which has (.*)\. //#\n)?(?:#// Uses (.*)\. //#\n)?.*"
-    parts = [part.split(", ") if part else [] for part in re.findall(header, text)[0]]
-    nodes = [*ast.walk(ast.parse(text))]
-    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.arg for node in nodes if isinstance(node, ast.arg)} | {"self", *dir(builtins)}
-    used = sorted({node.id for node in nodes if isinstance(node, ast.Name)} - own)
-    is_whole = any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
-    assert parts == [[] if "class " in text else attributes, [] if is_whole else used]
+def test_a_fragment_of_a_strategy_is_a_unit_with_a_name() -> None:
+    """What is included into a larger file is worth the jump: a function, method or class of 15 lines, but for settings.
+
+    What only assigns values has no such bound: a line that differs between strategies, or data of the project's tests.
+    """
+    for path in sorted(fragments("parallelism")):
+        statements = ast.parse(path.read_text()).body
+        if not all(isinstance(statement, ast.Assign | ast.AnnAssign) for statement in statements):
+            assert all(isinstance(statement, ast.FunctionDef | ast.ClassDef) for statement in statements), path
+            assert path.name == "config.py" or len(path.read_text().splitlines()) >= 15, path
+
+
+def fragments(question: str) -> set[Path]:
+    """Return the Python files of a question that a file includes which has lines of its own."""
+    computed = rf'" ~ cookiecutter\.{question} ~ "'
+    found = set[Path]()
+    for path in SOURCES:
+        text = path.read_bytes().decode(errors="ignore")
+        if len(text.splitlines()) > 1:
+            for folder, name in re.findall(rf'include "{question}/(\w+|{computed})/(\w+\.py)"', text):
+                found |= {*(PARTS / question).glob(f"{'*' if ' ' in folder else folder}/{name}")}
+    return found
+
+
+# What differs between the files parallel.py by design. The strategies of one set have one text; others their own.
+DIFFERENT: dict[str, list[set[str]]] = {
+    "Parallel.__init__": [],
+    "Parallel.build_mesh": [],
+    "Parallel.shard_model": [],
+    "Parallel.build_schedule": [],
+    "Parallel.compute_loss": [],
+    "Parallel.forward_backward": [],
+    "Parallel.predict": [],
+    "Parallel.clip_grad_norm": [{"ddp", "model_parallel", "data_parallel"}],
+    "Parallel.average_buffers": [{"ddp", "model_parallel", "data_parallel", "fsdp", "pipeline"}, {"tensor", "mesh"}],
+    "Parallel.full_state_dict": [{"ddp", "model_parallel", "data_parallel", "fsdp", "tensor"}],
+    "Parallel.load_full_state_dict": [{"ddp", "data_parallel", "fsdp", "tensor"}, {"pipeline", "mesh"}],
+    "prepare_block": [{"ddp", "model_parallel", "data_parallel"}, {"fsdp", "tensor"}],
+}
+
+
+def test_what_several_strategies_define_has_one_text() -> None:
+    """A strategy is one whole file, so what several do in the same way is repeated; the copies must not drift apart."""
+    texts: dict[str, dict[str, str]] = {}
+    for path in sorted((PARTS / "parallelism").glob("*/parallel.py")):
+        for name, text in definitions(path.read_text()).items():
+            texts.setdefault(name, {})[path.parent.name] = text
+    for name, of_strategy in texts.items():
+        for strategies in DIFFERENT.get(name, [{*of_strategy}]):
+            found = {of_strategy[strategy] for strategy in strategies if strategy in of_strategy}
+            assert len(found) <= 1, f"{name} differs between {', '.join(sorted(strategies))}"
+
+
+def definitions(text: str) -> dict[str, str]:
+    """Return the texts of a file's functions, methods and constants, comments included, by qualified name."""
+    found, lines = dict[str, str](), text.splitlines()
+    for parent in ast.parse(text).body:
+        for node in parent.body if isinstance(parent, ast.ClassDef) else [parent]:
+            if isinstance(node, ast.FunctionDef | ast.Assign):
+                name = node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.targets[0])
+                first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+                qualified = name if node is parent else f"{parent.name}.{name}"
+                found[qualified] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def test_the_sources_of_a_rendered_file_are_found() -> None:
+    """`make where` prints them; a path that no file has is one line with near matches."""
+    stub = f"{TREE.name}/src/{{{{cookiecutter.__package}}}}"
+    assert find_sources("src/my_experiment/train.py") == [f"{stub}/train.py"]
+    mesh = [f"{stub}/parallel.py", "templates/parallelism/mesh/parallel.py"]
+    assert find_sources("src/digits_8x8/parallel.py", project_slug="digits-8x8", parallelism="mesh") == mesh
+    assert find_sources("src/my_experiment/digits.npz")[0].startswith(f"{stub}/{{{{ 'digits.npz'")
+    script = TEMPLATE / "tests" / "rendering" / "where.py"
+    paths = f"{TEMPLATE}:{TEMPLATE / 'tests'}"
+    error = run(BIN / "python", script, "src/train.py", cwd=TEMPLATE, code=2, PYTHONPATH=paths).stderr
+    assert error == "error: these answers render no file 'src/train.py'; give FILE=src/my_experiment/train.py\n"

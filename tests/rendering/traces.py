@@ -41,10 +41,8 @@ COMMON = {
     (".gitignore", "cluster"),
     ("distributed.py", "launcher"),  # Reads the variables of every launcher,
     ("distributed.py", "parallelism"),  # and counts the devices of a rank.
-    ("rank.sh", "cluster"),  # Reads the variables of every program that starts ranks.
-    ("rank.sh", "launcher"),
     ("doctor.py", "cluster"),
-    ("checkpoint.py", "parallelism"),  # Reads weights that other programs saved.
+    ("files.py", "parallelism"),  # Reads weights that other programs saved.
 }
 
 

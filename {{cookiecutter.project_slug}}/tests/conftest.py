@@ -10,13 +10,13 @@ from support import RANKS, train
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Train on a number of ranks, once for each choice of settings; returns the run directory."""
-    runs: dict[tuple[object, ...], Path] = {}
+    """A function that trains, once per number of ranks and settings, and returns the run.dir."""
+    run_dirs: dict[tuple[object, ...], Path] = {}
 
-    def run(nproc: int = RANKS, *words: str) -> Path:
-        if (nproc, *words) not in runs:
-            runs[nproc, *words] = tmp_path_factory.mktemp("run")
-            train(runs[nproc, *words], *words, nproc=nproc)
-        return runs[nproc, *words]
+    def train_once(nproc: int = RANKS, *words: str) -> Path:
+        if (nproc, *words) not in run_dirs:
+            run_dirs[nproc, *words] = tmp_path_factory.mktemp("run")
+            train(run_dirs[nproc, *words], *words, nproc=nproc)
+        return run_dirs[nproc, *words]
 
-    return run
+    return train_once

@@ -3,8 +3,9 @@
 #:: else ::#
 """A plain training loop, in one process, from which no run must differ.
 
-It is written from the documented rules with nothing but PyTorch. Of the package it uses only the experiment: the model,
-the datasets and the loss. So it repeats no mistake in order, random numbers, schedule, clipping or optimizer.
+It is written from the documented rules with nothing but PyTorch. Of the package it uses only the
+experiment: the model, the datasets and the loss. So it repeats no mistake in the order of samples,
+random numbers, the schedule, clipping or the optimizer.
 """
 
 import math
@@ -24,30 +25,28 @@ Records = list[dict[str, float]]
 
 
 def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
-    """Train for a number of steps; returns what a run has to log of each, and the final weights."""
-    dataset, optim, records = module("dataset"), config.optim, []
+    """Train; returns what a run has to log of each step, and the final weights."""
+    dataset = module("dataset")
     seed_everything(config.run.seed)
     train_set, *_ = dataset.build_datasets(config)
     task = module("task").Task(config, torch.device("cpu"))
     seed_everything(config.run.seed)
     model = module("model").build_model(config.model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
-    end = config.train.epochs * (len(train_set) // config.data.global_batch_size)
-    for step, (inputs, targets) in enumerate(islice(batches(dataset, train_set, config), steps)):
-        inputs, targets = task.prepare(inputs, targets)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    moments = [(torch.zeros_like(value), torch.zeros_like(value)) for value in parameters]
+    scheduled_steps = config.train.epochs * (len(train_set) // config.data.global_batch_size)
+    records = []
+    for step, batch in enumerate(islice(batches(dataset, train_set, config), steps)):
+        inputs, targets = task.prepare(*batch)
         loss = task.losses(model(inputs), targets)["loss"] / max(task.weight(targets), 1e-30)
-        gradients = torch.autograd.grad(loss, parameters)
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-        lr, scale = learning_rate(step, end, optim), min(1.0, config.train.clip_grad_norm / norm)
-        for p, gradient, state in zip(parameters, gradients, moments, strict=True):
-            adamw(p, gradient * scale, state, step + 1, lr, optim)
+        lr = learning_rate(step, scheduled_steps, config.optim)
+        norm = update(parameters, loss, moments, step + 1, lr, config)
         records.append({"step": step + 1, "loss": loss.item(), "lr": lr, "grad_norm": norm})
     return records, model.state_dict()
 
 
 def batches(dataset: Any, train_set: Any, config: Any) -> Iterator[Any]:
-    """Yield global batches: an epoch is one permutation of the samples, without the incomplete batch at its end."""
+    """Yield global batches without end; an incomplete batch at the end of an epoch is dropped."""
     seed, size = config.run.seed, config.data.global_batch_size
     for epoch in count():
         generator = torch.Generator().manual_seed(hashed(seed, "order", epoch))
@@ -65,11 +64,6 @@ def read(samples: Any, seed: int, epoch: int, indices: Any) -> list[Any]:
     return batch
 
 
-def hashed(*key: int | str) -> int:
-    """Return a seed: the first 8 bytes of a hash."""
-    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
-
-
 def seed_everything(seed: int) -> None:
     """Seed ``random``, NumPy and PyTorch."""
     random.seed(seed)
@@ -78,21 +72,44 @@ def seed_everything(seed: int) -> None:
 #:: endif ::#
 
 
-def learning_rate(step: int, end: int, optim: Any) -> float:
+def hashed(*key: int | str) -> int:
+    """Return a seed for a key: the first 8 bytes of its hash."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+
+
+def learning_rate(step: int, scheduled_steps: int, optim: Any) -> float:
     """Return a linear warm-up to the peak, followed by half a cosine down to a fraction of it."""
     if step < optim.warmup_steps:
         return float(optim.lr * (step + 1) / optim.warmup_steps)
-    done = min(1.0, (step - optim.warmup_steps) / (end - optim.warmup_steps))
-    return float(optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2))
+    done = min(1.0, (step - optim.warmup_steps) / (scheduled_steps - optim.warmup_steps))
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return float(optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine))
+
+
+def update(
+    parameters: list[Any], loss: Tensor, moments: Any, step: int, lr: float, config: Any
+) -> float:
+    """Take a step with the clipped gradient of a loss; returns its norm before it was clipped."""
+    gradients = torch.autograd.grad(loss, parameters)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+    scale = min(1.0, config.train.clip_grad_norm / norm)
+    for parameter, gradient, state in zip(parameters, gradients, moments, strict=True):
+        adamw(parameter, gradient * scale, state, step, lr, config.optim)
+    return norm
 
 
 @torch.no_grad()
-def adamw(p: Tensor, gradient: Tensor, moments: Any, step: int, lr: float, optim: Any) -> None:
-    """Take a step of AdamW (Loshchilov and Hutter 2019, algorithm 2); only matrices and kernels decay."""
-    corrected = []
-    for moment, value, beta in zip(moments, (gradient, gradient**2), optim.betas, strict=True):
-        moment.mul_(beta).add_((1 - beta) * value)
-        corrected.append(moment / (1 - beta**step))
-    if p.dim() > 1:
-        p.mul_(1 - lr * optim.weight_decay)
-    p.sub_(lr * corrected[0] / (corrected[1].sqrt() + optim.eps))
+def adamw(
+    parameter: Tensor, gradient: Tensor, moments: Any, step: int, lr: float, optim: Any
+) -> None:
+    """Change a parameter by AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+    first_moment, second_moment = moments
+    first_beta, second_beta = optim.betas
+    first_moment.mul_(first_beta).add_((1 - first_beta) * gradient)
+    second_moment.mul_(second_beta).add_((1 - second_beta) * gradient**2)
+    # Only matrices and kernels decay, but no bias and no weight of a normalization.
+    if parameter.dim() > 1:
+        parameter.mul_(1 - lr * optim.weight_decay)
+    mean = first_moment / (1 - first_beta**step)
+    variance = second_moment / (1 - second_beta**step)
+    parameter.sub_(lr * mean / (variance.sqrt() + optim.eps))

@@ -16,17 +16,22 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = next(path.parent.name for path in ROOT.glob("src/*/parallel.py"))
-STEPS, TOLERANCE = 20, 1e-5  # How much a split may change the result: what different rounding does, and some more.
-# configs/default.yaml, made small: two epochs on the CPU, in which each setting has an effect.
+STEPS = 20
+TOLERANCE = 1e-5  # A split changes only rounding, by less than this.
+# These settings make the experiment small: it trains for two epochs on the CPU, and every setting
+# of the optimizer and of the schedule has an effect.
 SMALL = [
-    *"--data.eval_batch_size 17 --distributed.device cpu --run.seed 7 --optim.warmup_steps 5".split(),
-    *f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10 --checkpoint.every_steps 4".split(),
-    *"--optim.min_lr_ratio 0.1 --optim.weight_decay 0.1 --optim.eps 1e-6 --train.clip_grad_norm 0.1".split(),
-    *("--optim.lr", "1e-3", "--optim.betas", "[0.8, 0.95]"),
+    *"--data.eval_batch_size 17 --distributed.device cpu --run.seed 7".split(),
+    *f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10".split(),
+    *"--checkpoint.every_steps 4 --optim.lr 1e-3 --optim.warmup_steps 5".split(),
+    *"--optim.min_lr_ratio 0.1 --optim.weight_decay 0.1 --optim.eps 1e-6".split(),
+    *("--optim.betas", "[0.8, 0.95]", "--train.clip_grad_norm", "0.1"),
     #:: filter indent(4, true) ::#
     #:: include "task/" ~ cookiecutter.task ~ "/small.py" ::#
     #:: endfilter ::#
 ]
+# Most tests run on RANKS ranks, and some resume on MORE_RANKS. A split is a number of ranks and the
+# settings that divide the work among them. EVALUATES_ON has numbers of ranks.
 #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/splits.py" ::#
 
 
@@ -36,109 +41,119 @@ def module(name: str) -> Any:
 
 
 def settings(*words: str) -> Any:
-    """Return the settings of a command line."""
-    return module("__main__").parse(["train", *SMALL, *words])[1]
+    """Return the settings of a command line, made small."""
+    _, config, _ = module("__main__").parse(["train", *SMALL, *words])
+    return config
 
 
 @contextmanager
 def start(*words: str, nproc: int = RANKS, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Start ``scripts/launch.sh``, and leave nothing of it behind."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    clean |= {"NPROC": str(nproc), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment}
+    """Start ``scripts/launch.sh``, and leave no process of it behind."""
+    variables = os.environ | {"NPROC": str(nproc), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        variables.pop(name, None)  # The tests themselves may run under a launcher.
     command = [str(ROOT / "scripts" / "launch.sh"), *words]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    launcher = subprocess.Popen(command, env=clean, text=True, **pipe)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    launcher = subprocess.Popen(command, env=variables | environment, text=True, **pipes)
     try:
         yield launcher
     finally:
-        launcher.kill()  # Its ranks end with it.
+        launcher.kill()  # The ranks end with their launcher.
         launcher.wait()
 
 
 def launch(*words: str, nproc: int = RANKS, code: int = 0, **environment: str) -> tuple[str, str]:
-    """Run ``scripts/launch.sh`` until the last process that holds its output is gone; returns what it printed."""
+    """Run ``scripts/launch.sh`` and check its exit code; returns its output and its errors."""
     with start(*words, nproc=nproc, **environment) as launcher:
+        # This also waits for every other process that holds the output, such as a rank.
         out, err = launcher.communicate(timeout=300)
     assert launcher.returncode == code, f"exit code {launcher.returncode}\n{out}\n{err}"
     return out, err
 
 
-def train(run: Path, *words: str, nproc: int = RANKS, code: int = 0, **environment: str) -> tuple[str, str]:
-    """Train in a run directory, or resume there."""
-    return launch("train", *SMALL, "--run.dir", str(run), *words, nproc=nproc, code=code, **environment)
+def train(run_dir: Path, *words: str, **options: Any) -> tuple[str, str]:
+    """Train in a run directory, or resume there; takes the options of ``launch``."""
+    return launch("train", *SMALL, "--run.dir", str(run_dir), *words, **options)
 
 
 def end_at(
-    step: int, run: Path, end: Callable[[int], object], *words: str, nproc: int = RANKS, **environment: str
+    step: int, run_dir: Path, end: Callable[[int], object], *words: str, nproc: int = RANKS
 ) -> tuple[int, str, str]:
-    """Train, and let ``end`` end the launcher with this id at a step; returns its exit code and what was printed."""
-    with start("train", *SMALL, "--run.dir", str(run), *words, nproc=nproc, **environment) as launcher:
+    """Train until a step, and call ``end`` with the launcher's process id.
+
+    Returns the launcher's exit code, its output and its errors.
+    """
+    with start("train", *SMALL, "--run.dir", str(run_dir), *words, nproc=nproc) as launcher:
         deadline = time.monotonic() + 120
-        while last_step(run) < step:
+        while last_step(run_dir) < step:
             assert launcher.poll() is None, launcher.communicate(timeout=60)
             assert time.monotonic() < deadline, f"step {step} was not reached"
             time.sleep(0.005)
         end(launcher.pid)
         out, err = launcher.communicate(timeout=120)
-    assert last_step(run) < STEPS, "the ranks continued without their launcher"
+    assert last_step(run_dir) < STEPS, "the ranks continued without their launcher"
     return launcher.returncode, out, err
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process started, from Linux's process table; those of a launcher are the ranks."""
+    """Return the processes that a process has started, on Linux; a launcher's are the ranks."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def family(pid: int) -> list[int]:
     """Return a process and all its descendants."""
-    return [pid, *(member for child in children(pid) for member in family(child))]
+    members = [pid]
+    for child in children(pid):
+        members.extend(family(child))
+    return members
 
 
 def kill_last_rank(launcher: int) -> None:
-    """Kill a rank; the last one writes no files, if there are several."""
+    """Kill the last rank, which writes no files if there are several."""
     os.kill(children(launcher)[-1], signal.SIGKILL)
 
 
-def read_records(run: Path, event: str = "train") -> list[dict[str, Any]]:
-    """Return the complete records of one kind that a run wrote."""
-    file = run / "metrics.jsonl"
+def read_records(run_dir: Path, event: str = "train") -> list[dict[str, Any]]:
+    """Return the records of one event; the last line of a live run may be incomplete."""
+    file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in records if record["event"] == event]
 
 
-def last_step(run: Path) -> int:
+def last_step(run_dir: Path) -> int:
     """Return the last step that a run has logged."""
-    return max([record["step"] for record in read_records(run)], default=0)
+    return max([record["step"] for record in read_records(run_dir)], default=0)
 
 
-def checkpoints(run: Path) -> list[Path]:
+def checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first."""
-    return sorted((run / "checkpoints").glob("step-*.pt"))
+    return sorted((run_dir / "checkpoints").glob("step-*.pt"))
 
 
-def load(run: Path) -> dict[str, Any]:
+def load(run_dir: Path) -> dict[str, Any]:
     """Return the content of a run's newest checkpoint, which any PyTorch program can load."""
-    return torch.load(checkpoints(run)[-1], weights_only=True)
+    return torch.load(checkpoints(run_dir)[-1], weights_only=True)
 
 
 def deviation(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Return by how much of its norm a tensor differs at most."""
+    """Return the largest difference of two tensors of one name, relative to the norm of theirs."""
     assert ours.keys() == theirs.keys()
-    return max(float((value - theirs[name]).norm() / theirs[name].norm()) for name, value in ours.items())
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in ours)
 
 
 def assert_same(ours: Path, theirs: Path) -> None:
     """Assert that two runs ended with bitwise the same weights, optimizer, losses and metrics."""
-    a, b = load(ours), load(theirs)
-    for part in zip(tensors(a), tensors(b), strict=True):
-        assert torch.equal(*part)
+    for our_tensor, their_tensor in zip(tensors(load(ours)), tensors(load(theirs)), strict=True):
+        assert torch.equal(our_tensor, their_tensor)
     assert read_records(ours, "eval") == read_records(theirs, "eval")
-    logged = [[(r["step"], r["loss"]) for r in read_records(run)] for run in (ours, theirs)]
-    assert logged[0] == logged[1]
+    our_losses = [(record["step"], record["loss"]) for record in read_records(ours)]
+    assert our_losses == [(record["step"], record["loss"]) for record in read_records(theirs)]
 
 
 def tensors(content: dict[str, Any]) -> list[torch.Tensor]:
-    """Return all tensors of a checkpoint."""
-    state = content["optimizer"]["state"]
-    return [*content["model"].values(), *(state[name][key] for name in sorted(state) for key in sorted(state[name]))]
+    """Return all tensors of a checkpoint in one order: weights, and the optimizer's by name."""
+    found = list(content["model"].values())
+    for _, state in sorted(content["optimizer"]["state"].items()):
+        found.extend(tensor for _, tensor in sorted(state.items()))
+    return found

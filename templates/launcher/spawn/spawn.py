@@ -1,4 +1,7 @@
-"""Start NPROC ranks with ``torch.multiprocessing.spawn``; in a notebook: ``launch(["train"], nproc=2)``."""
+"""Start NPROC ranks as ``torch.multiprocessing.spawn`` does, and let them save before they end.
+
+In a notebook, call ``launch(["train"], nproc=2)``.
+"""
 
 import math
 import os
@@ -13,55 +16,122 @@ import torch.multiprocessing as mp
 from .__main__ import main
 from .distributed import STOP_SIGNALS
 
-
-def run_rank(local_rank: int, first_rank: int, environment: dict[str, str], argv: list[str]) -> None:
-    """Run the command line as one rank of this machine, whose ranks start at ``first_rank``."""
-    os.environ |= environment | {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
-    main(argv)
+# The warnings are about what a failed rank leaves, about pickling (on which loader.py gives better
+# advice), and against train.exact.
+HIDDEN_WARNINGS = "ignore:resource_tracker,ignore:Got pickle error,ignore:TensorFloat32"
 
 
 def launch(argv: list[str], nproc: int) -> int:
-    """Run the ranks of this machine; returns 0, what the first that failed returned, or 128 plus a stop signal."""
-    nodes, node_rank = int(os.environ.get("NODES", "1")), int(os.environ.get("NODE_RANK", "0"))
-    host, port = os.environ.get("HEAD", "127.0.0.1"), int(os.environ.get("PORT", "29400")) if nodes > 1 else 0
-    store = dist.TCPStore(host, port, is_master=node_rank == 0, wait_for_workers=False)  # Port 0: any free one.
-    environment = {"WORLD_SIZE": str(nodes * nproc), "MASTER_ADDR": host, "MASTER_PORT": str(store.port)}
-    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # Rank 0 opens no store; this one remains if it fails.
-    os.environ.setdefault("PYTHONHASHSEED", "0")  # Ranks see sets in the same order.
-    # Hide what a failed rank leaves, PyTorch's hint on pickling, which loader.py gives, and one against train.exact.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error,ignore:TensorFloat32")
-    received: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
-    context, first = mp.get_context("spawn"), node_rank * nproc
-    ranks = [context.Process(target=run_rank, args=(i, first, environment, argv)) for i in range(nproc)]
-    for rank in ranks:
-        rank.start()
-    code = wait(ranks, received)
-    for number, handler in handlers.items():
+    """Run the ranks of this machine, and return the exit code.
+
+    It is 0, that of a rank that failed, or 128 plus the number of a stop signal.
+    """
+    nodes = int(os.environ.get("NODES", "1"))
+    node_rank = int(os.environ.get("NODE_RANK", "0"))
+    host = os.environ.get("HEAD", "127.0.0.1")
+    # Port 0 stands for any that is free.
+    port = 0
+    if nodes > 1:
+        port = int(os.environ.get("PORT", "29400"))
+    # The store is in this process, so that it outlives rank 0, whose failure the others read there.
+    store = dist.TCPStore(host, port, is_master=node_rank == 0, wait_for_workers=False)
+    environment = {
+        "WORLD_SIZE": str(nodes * nproc),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(store.port),
+        # Rank 0 connects to the store, instead of opening one itself.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    # Ranks would otherwise see the elements of a set in different orders.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    os.environ.setdefault("PYTHONWARNINGS", HIDDEN_WARNINGS)
+
+    received_signals: list[int] = []
+    previous_handlers = {}
+    for number in STOP_SIGNALS:
+        # wait() ends the ranks when it finds a signal in the list.
+        handler = signal.signal(number, lambda received, _: received_signals.append(received))
+        previous_handlers[number] = handler
+    processes = start_ranks(nproc, node_rank * nproc, environment, argv)
+    exit_code = wait(processes, received_signals)
+    # A notebook goes on after the run, and has to be interruptible.
+    for number, handler in previous_handlers.items():
         signal.signal(number, handler)
-    return code
+    return exit_code
 
 
-def wait(ranks: list[Any], received: list[int]) -> int:
-    """Wait for all ranks; after a failure, or a stop signal in ``received``, they have STOP_SECONDS to end."""
-    deadline, failed, codes = math.inf, list[tuple[int, int]](), list[int | None]([None])
-    while None in codes:
+def start_ranks(
+    nproc: int, first_rank: int, environment: dict[str, str], argv: list[str]
+) -> list[Any]:
+    """Start the ranks of this machine, which are numbered from ``first_rank``."""
+    # A forked process would share the state of PyTorch's threads and devices with this one.
+    context = mp.get_context("spawn")
+    processes = []
+    for local_rank in range(nproc):
+        arguments = (first_rank + local_rank, local_rank, environment, argv)
+        process = context.Process(target=run_rank, args=arguments)
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def run_rank(rank: int, local_rank: int, environment: dict[str, str], argv: list[str]) -> None:
+    """Run the command line as one rank, in a process of its own."""
+    os.environ.update(environment)
+    os.environ["RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    main(argv)
+
+
+def wait(processes: list[Any], received_signals: list[int]) -> int:
+    """Wait until all ranks have ended, and return the exit code of ``launch``.
+
+    After a failure or a stop signal, ranks have STOP_SECONDS to save and end, and are killed then.
+    """
+    stop_seconds = float(os.environ.get("STOP_SECONDS", "60"))
+    deadline = math.inf
+    failure = None
+    exit_codes = [None]
+    # The exit code of a process is None while it runs.
+    while None in exit_codes:
         time.sleep(0.1)
-        codes = [rank.exitcode for rank in ranks]
-        failed = failed or sorted((code, number) for number, code in enumerate(codes) if code)
-        is_over = time.monotonic() > deadline
-        if is_over or (deadline == math.inf and (failed or received)):
-            deadline = time.monotonic() + float(os.environ.get("STOP_SECONDS", "60"))
-            for rank in ranks:
-                rank.kill() if is_over else rank.terminate()  # A rank that trains saves, and ends by itself.
-    for code, number in failed[:1]:
-        if code == -signal.SIGKILL or (code < 0 and not received):
-            print(f"error: local rank {number} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    return 128 + received[0] if received else max(1, failed[0][0]) if failed else 0
+        exit_codes = [process.exitcode for process in processes]
+        if failure is None:
+            failure = find_failure(exit_codes)
+        if time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+        elif deadline == math.inf and (failure or received_signals):
+            deadline = time.monotonic() + stop_seconds
+            # Ranks save when they get SIGTERM, and end by themselves.
+            for process in processes:
+                process.terminate()
+    if failure is not None:
+        exit_code, local_rank = failure
+        by_signal = exit_code < 0
+        is_stopped = bool(received_signals) and exit_code != -signal.SIGKILL
+        # A rank that fails by itself prints why, and a stop signal needs no reason.
+        if by_signal and not is_stopped:
+            signal_name = signal.Signals(-exit_code).name
+            print(f"error: local rank {local_rank} was ended by {signal_name}", file=sys.stderr)
+    if received_signals:
+        return 128 + received_signals[0]
+    if failure is None:
+        return 0
+    # The code of a rank that a signal ended is negative, which no exit code may be.
+    return max(1, failure[0])
+
+
+def find_failure(exit_codes: list[Any]) -> tuple[int, int] | None:
+    """Return the exit code and the local rank of a process that failed, if any did."""
+    failures = [(code, local_rank) for local_rank, code in enumerate(exit_codes) if code]
+    # A signal is the cause of other failures, and its exit code is negative.
+    return min(failures, default=None)
 
 
 if __name__ == "__main__":
     try:
         sys.exit(launch(sys.argv[1:], int(os.environ.get("NPROC", "2"))))
     except dist.DistError as error:
-        sys.exit(f"error: no rendezvous at HEAD and PORT: {str(error).splitlines()[0]}")
+        first_line = str(error).splitlines()[0]
+        sys.exit(f"error: no rendezvous at HEAD and PORT: {first_line}")

@@ -1,4 +1,7 @@
-"""torchrun, whose log ends with what the ranks print: without its own messages, traceback and temporary folder."""
+"""Run torchrun without its own messages, traceback and temporary folder.
+
+The last lines of the log are then what the ranks print.
+"""
 
 import logging
 import os
@@ -12,18 +15,27 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 logging.disable()
-os.environ.setdefault("PYTHONHASHSEED", "0")  # Ranks see sets in the same order.
-# Hide what a failed rank leaves, PyTorch's hint on pickling, which loader.py gives, and one against train.exact.
-os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker,ignore:Got pickle error,ignore:TensorFloat32")
-with tempfile.TemporaryDirectory() as folder:
+# Ranks would otherwise see the elements of a set in different orders.
+os.environ.setdefault("PYTHONHASHSEED", "0")
+# The warnings are about what a failed rank leaves, about pickling (on which loader.py gives better
+# advice), and against train.exact.
+HIDDEN_WARNINGS = "ignore:resource_tracker,ignore:Got pickle error,ignore:TensorFloat32"
+os.environ.setdefault("PYTHONWARNINGS", HIDDEN_WARNINGS)
+
+with tempfile.TemporaryDirectory() as log_dir:
     try:
-        run(parse_args([f"--log-dir={folder}", *sys.argv[1:]]))
+        run(parse_args([f"--log-dir={log_dir}", *sys.argv[1:]]))
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
     except DistError as error:
-        sys.exit(f"error: no rendezvous at HEAD and PORT: {str(error).splitlines()[0]}")
+        first_line = str(error).splitlines()[0]
+        sys.exit(f"error: no rendezvous at HEAD and PORT: {first_line}")
     except ChildFailedError as error:
-        code, rank = min((failure.exitcode, rank) for rank, failure in error.failures.items())
-        if code > 0:  # The rank has printed why.
-            sys.exit(code)
-        sys.exit(f"error: rank {rank} was ended by {signal.Signals(-code).name}")
+        failures = [(failure.exitcode, rank) for rank, failure in error.failures.items()]
+        # A signal is the cause of other failures, and its exit code is negative.
+        exit_code, rank = min(failures)
+        if exit_code > 0:
+            # The rank itself has printed why.
+            sys.exit(exit_code)
+        signal_name = signal.Signals(-exit_code).name
+        sys.exit(f"error: rank {rank} was ended by {signal_name}")

@@ -1,7 +1,8 @@
 """nn.DataParallel: one process copies the model to all accelerators in every forward.
 
-Each accelerator computes a part of the batch; outputs and gradients return to the first one, where the loss is computed
-and the optimizer steps. On a machine without accelerators, the model runs unchanged.
+Each accelerator computes a part of the batch; outputs and gradients return to the first one, where
+the loss is computed and the optimizer steps. On a machine without accelerators, the model runs
+unchanged.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from .distributed import Process
 from .loader import split_batch
 from .model import build_model
 
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class Parallel:
     """The model under nn.DataParallel. The loop uses only what all strategies have."""
@@ -28,18 +31,27 @@ class Parallel:
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.device, self.microbatches = process.device, config.train.microbatches
-        self.dp_rank, self.dp_size, self.dp_group = 0, 1, dist.group.WORLD
-        precision, kind = config.train.precision, self.device.type
-        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-        self.autocast = partial(torch.autocast, kind, dtype, enabled=precision != "fp32")
-        self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
-        self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
-        whole = Autocast(self.module, self.autocast)
-        self.copies = nn.DataParallel(whole) if kind != "cpu" else whole  # It would take the machine's devices.
+        self.device = process.device
+        # One process reads the whole global batch, whatever the number of its accelerators.
+        self.dp_rank = 0
+        self.dp_size = 1
+        self.dp_group = dist.group.WORLD
+        self.microbatches = config.train.microbatches
+        self.precision = config.train.precision
+        # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        # Blocks are prepared while the model is built: first recomputation, then compilation.
+        model = build_model(config.model, partial(prepare_block, config=config))
+        self.module: nn.Module = model.to(self.device)
+        self.copies: nn.Module = Autocast(self.module, self.autocast)
+        # nn.DataParallel takes all accelerators of the machine, also when a run is to use the CPU.
+        if self.device.type != "cpu":
+            self.copies = nn.DataParallel(self.copies)
 
-    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
-        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
+    def forward_backward(
+        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+    ) -> None:
+        """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for inputs, targets in microbatches:
             outputs = self.copies(inputs)
@@ -51,37 +63,55 @@ class Parallel:
         """Return this rank's outputs, or None if another rank has them; a collective."""
         return self.copies(inputs)
 
+    def autocast(self) -> torch.autocast:
+        """Compute in ``train.precision`` where that is safe; weights and gradients stay in fp32."""
+        dtype = AUTOCAST_DTYPES.get(self.precision)
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the norm of the whole model's gradient; returns the norm before."""
+        """Clip the norm of the whole model's gradient, and return the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks with other samples."""
+        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
         options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
-        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
+        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
+        # PyTorch leaves out the key "state" on other ranks.
+        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
 
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+    def load_full_state_dict(
+        self, model: Any, optimizer: Optimizer | None = None, state: Any = None
+    ) -> None:
+        """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         dsd.set_model_state_dict(self.module, model, options=options)
-        options.strict = False  # A parameter that never had a gradient has no state.
-        if optimizer and (own := dsd.get_optimizer_state_dict(self.module, optimizer))["state"]:  # Plain SGD has none.
-            dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)
+        if optimizer is None:
+            return
+        # The parameter groups stay: they hold this run's settings, such as the learning rate.
+        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
+        if not state_dict["state"]:
+            # Plain SGD has none, and PyTorch fails if there is nothing to broadcast.
+            return
+        state_dict["state"] = {} if state is None else state
+        # A parameter that never had a gradient has no state, which strict loading rejects.
+        options.strict = False
+        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
 
 
 class Autocast(nn.Module):
-    """Runs a module in its precision, which a thread of nn.DataParallel does not inherit."""
+    """Runs a module under autocast, which the threads of nn.DataParallel do not inherit."""
 
     def __init__(self, module: nn.Module, autocast: Callable[[], torch.autocast]) -> None:
         super().__init__()
-        self.module, self.autocast = module, autocast
+        self.module = module
+        self.autocast = autocast
 
     def forward(self, inputs: Any) -> Any:
         with self.autocast():
@@ -92,8 +122,12 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
+            raise UserError(f"{problem}; turn it off")
+        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
+        # wrapper module would do the same, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
+        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

@@ -2,8 +2,9 @@
 class ParallelConfig:
     """Distributed data parallel: every rank holds the whole model."""
 
-    gloo_on_accelerators = True  # It can sum their tensors, which is all that DDP needs: ranks may share a device.
+    # DDP only sums tensors, which gloo can do with an accelerator's: ranks may share a device.
+    gloo_on_accelerators = True
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of local batches that the global batch is split into: one per rank."""
+        """Return the number of local batches per global batch: one for each rank."""
         return world_size

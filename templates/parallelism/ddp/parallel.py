@@ -1,7 +1,8 @@
-"""Distributed data parallel: every rank holds the whole model and reads its local batch, a part of the global one.
+"""Distributed data parallel: every rank holds the whole model and reads its local batch.
 
-Backward computes the gradients of the local batch. While it runs, DDP averages finished buckets of gradients over the
-ranks with an all-reduce, so every rank takes the same optimizer step and the copies of the model stay equal.
+A local batch is a part of the global one. Backward computes its gradients, and meanwhile DDP
+averages finished buckets of gradients over the ranks with an all-reduce. So every rank takes the
+same optimizer step, and the copies of the model stay equal.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from .distributed import Process
 from .loader import split_batch
 from .model import build_model
 
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class Parallel:
     """The model under DDP. The loop uses only what all strategies have."""
@@ -30,32 +33,52 @@ class Parallel:
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.device, self.microbatches = process.device, config.train.microbatches
-        self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
-        precision, kind = config.train.precision, self.device.type
-        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-        self.autocast = partial(torch.autocast, kind, dtype, enabled=precision != "fp32")
-        self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
-        self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config)).to(self.device)
+        self.device = process.device
+        self.dp_rank = process.rank
+        self.dp_size = process.world_size
+        self.dp_group = dist.group.WORLD
+        self.microbatches = config.train.microbatches
+        self.precision = config.train.precision
+        # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        # Blocks are prepared while the model is built: first recomputation, then compilation.
+        model = build_model(config.model, partial(prepare_block, config=config))
+        self.module: nn.Module = model.to(self.device)
         self.ddp = self.build_ddp(config.train.allow_unused)
 
     def build_ddp(self, find_unused: bool) -> DistributedDataParallel:
-        """Wrap the module in DDP, and let a first backward order its gradients, which decides how sums are rounded."""
-        ddp = DistributedDataParallel(self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True)
-        ddp.broadcast_buffers = False  # average_buffers does that before they are used.
-        ddp.module = nn.Module()  # In its place, whose hooks expect inputs.
-        ddp.module.forward = lambda: sum(p.sum().to(self.device) for p in self.module.parameters() if p.requires_grad)
-        ddp().backward()  # Otherwise, the order would change after the first step of every start.
+        """Wrap the module in DDP, and fix which gradients DDP adds up together in a bucket.
+
+        DDP adds up gradients over the ranks in buckets, and a gradient's position in its bucket
+        decides how its sum is rounded. After the first backward, DDP fills new buckets in the order
+        in which gradients became ready, and keeps these. If that were the backward of a step, the
+        first step of every start would be rounded in its own way, and a resumed run would not be
+        bitwise equal to one that was never interrupted. So a first backward, of the sum of all
+        parameters, happens here, before any step.
+        """
+        ddp = DistributedDataParallel(
+            self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True
+        )
+        # The constructor has broadcast rank 0's buffers. Every forward would do so again, although
+        # average_buffers() is enough, just before buffers are used.
+        ddp.broadcast_buffers = False
+        # DDP sees only a backward whose forward it has called. The model's would need a batch, so a
+        # module that needs none takes its place for this call.
+        ddp.module = ParameterSum()
+        ddp(self.module, self.device).backward()
         ddp.module = self.module
         self.module.zero_grad()
         return ddp
 
-    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
-        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
+    def forward_backward(
+        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+    ) -> None:
+        """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
-            with self.ddp.no_sync() if number < self.microbatches else nullcontext():
+            # Gradients accumulate on this rank; only the last micro-batch starts the all-reduce.
+            is_last = number == len(microbatches)
+            with nullcontext() if is_last else self.ddp.no_sync():
                 with self.autocast():
                     loss = mean_loss(self.ddp(inputs), targets)
                 self.scaler.scale(loss).backward()
@@ -65,37 +88,70 @@ class Parallel:
         with self.autocast():
             return self.module(inputs)
 
+    def autocast(self) -> torch.autocast:
+        """Compute in ``train.precision`` where that is safe; weights and gradients stay in fp32."""
+        dtype = AUTOCAST_DTYPES.get(self.precision)
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the norm of the whole model's gradient; returns the norm before."""
+        """Clip the norm of the whole model's gradient, and return the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks with other samples."""
+        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
         options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
-        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
+        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
+        # PyTorch leaves out the key "state" on other ranks.
+        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
 
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+    def load_full_state_dict(
+        self, model: Any, optimizer: Optimizer | None = None, state: Any = None
+    ) -> None:
+        """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         dsd.set_model_state_dict(self.module, model, options=options)
-        options.strict = False  # A parameter that never had a gradient has no state.
-        if optimizer and (own := dsd.get_optimizer_state_dict(self.module, optimizer))["state"]:  # Plain SGD has none.
-            dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)
+        if optimizer is None:
+            return
+        # The parameter groups stay: they hold this run's settings, such as the learning rate.
+        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
+        if not state_dict["state"]:
+            # Plain SGD has none, and PyTorch fails if there is nothing to broadcast.
+            return
+        state_dict["state"] = {} if state is None else state
+        # A parameter that never had a gradient has no state, which strict loading rejects.
+        options.strict = False
+        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
+
+
+class ParameterSum(nn.Module):
+    """Adds up a model's parameters; backward gives each one that is trained a gradient."""
+
+    def forward(self, model: nn.Module, device: torch.device) -> Tensor:
+        total = torch.zeros((), device=device)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                # Some models have parameters on several devices.
+                total = total + parameter.sum().to(device)
+        return total
 
 
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
+            raise UserError(f"{problem}; turn it off")
+        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
+        # wrapper module would do the same, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
+        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

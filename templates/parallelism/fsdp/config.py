@@ -3,15 +3,19 @@ class ParallelConfig:
     """Fully sharded data parallel; the settings are those of torch.distributed.fsdp.fully_shard."""
 
     replicas: int = 1
-    """Copies of the model, each sharded over an equal number of ranks: several machines may each hold one."""
+    """Number of copies of the model, each sharded over an equal number of ranks: several machines
+    may each hold one."""
     reshard_after_forward: bool = True
-    """Free a block's weights after its forward and gather them again for its backward: less memory, more messages."""
+    """Free a block's weights after its forward pass and gather them again for its backward pass:
+    less memory, more communication."""
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of local batches that the global batch is split into: one per rank."""
+        """Return the number of local batches per global batch: one for each rank."""
         return world_size
 
     def check(self, config: "Config", world_size: int) -> None:
         """Reject replicas that do not divide the ranks evenly."""
         if world_size % self.replicas:
-            raise UserError(f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)")
+            raise UserError(
+                f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)"
+            )

@@ -1,20 +1,19 @@
 """Fully sharded data parallel: every rank holds a shard of each block and reads its local batch.
 
-Before a block runs, its weights are gathered from all ranks; afterwards, they are freed. Its gradients are averaged and
-scattered, so that each rank gets those of its own shard and updates only that shard.
+Before a block runs, its weights are gathered from all ranks; afterwards, they are freed. Its
+gradients are averaged and scattered, so that each rank gets those of its own shard and updates only
+that shard.
 """
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +25,20 @@ from .model import build_model
 from .sharded import Checkpointer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# All types that gloo and NCCL can broadcast and that pickle can copy.
+SENDABLE_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 class Parallel:
@@ -34,101 +47,171 @@ class Parallel:
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.process, self.device = process, process.device
-        self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.train.precision == "fp16")
-        layout, blocks, seen = config.parallel, list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
-        # Blocks compute in it; shards stay in fp32, as do sums of gradients.
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.train.precision], reduce_dtype=torch.float32)
-        shape = (layout.replicas, self.dp_size // layout.replicas)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        shard = partial(fully_shard, mesh=mesh if layout.replicas > 1 else mesh["shard"], mp_policy=policy)
+        self.process = process
+        self.device = process.device
+        self.dp_rank = process.rank
+        self.dp_size = process.world_size
+        self.dp_group = dist.group.WORLD
+        self.microbatches = config.train.microbatches
+        self.allow_unused = config.train.allow_unused
+        precision = config.train.precision
+        # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        # Blocks compute in this precision; shards stay in fp32, and so do sums of gradients.
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+        mesh = self.build_mesh(config.parallel.replicas)
+        self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
+
+    def build_mesh(self, replicas: int) -> DeviceMesh:
+        """Return the mesh to shard over; with replicas, its first dimension is theirs."""
+        shape = (replicas, self.dp_size // replicas)
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        self.shard_group = mesh.get_group("shard")
+        if replicas > 1:
+            return mesh
+        # FSDP would all-reduce gradients over the dimension of replicas, even with only one.
+        return mesh["shard"]
+
+    def shard_model(self, config: Config, shard: Callable[..., Any]) -> None:
+        """Build the model; shard each block at once, so that no rank holds all weights whole."""
+        blocks = list[nn.Module]()
 
         def wrap(block: nn.Module) -> nn.Module:
-            refuse_shared(block, seen)
-            blocks.append(prepare_block(block, config))
-            shard(block, reshard_after_forward=layout.reshard_after_forward)
+            refuse_shared(block)
+            # The order matters: recompute, compile, shard. FSDP gathers weights by hooks around all
+            # of this, so that the recomputation finds them gathered.
+            prepare_block(block, config)
+            shard(block, reshard_after_forward=config.parallel.reshard_after_forward)
+            blocks.append(block)
             return block
 
         self.module = build_model(config.model, wrap)
-        self.group = mesh.get_group("shard")
-        for block in blocks:  # Once more: the model may share parameters later.
-            refuse_shared(block, seen)
+        # The model may have let its blocks share parameters after they were wrapped.
+        for block in blocks:
+            refuse_shared(block)
+        # This shards parameters outside of the blocks.
         self.fsdp = shard(self.module)
+        # Backward starts with the last block: freed weights would be gathered again at once.
         self.head = cast(FSDPModule, blocks[-1])
-        self.head.set_reshard_after_forward(False)  # Backward starts with it.
-        self.microbatches, self.allow_unused = config.train.microbatches, config.train.allow_unused
+        self.head.set_reshard_after_forward(False)
 
-    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
-        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
+    def forward_backward(
+        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+    ) -> None:
+        """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Each micro-batch scatters its gradients: to wait for the last would keep whole ones. Replicas average
-            # theirs once, after the last.
-            self.fsdp.set_requires_all_reduce(number == self.microbatches)
-            self.scaler.scale(mean_loss(self.module(inputs), targets)).backward()
+            # FSDP scatters gradients after every micro-batch: keeping them whole until the last
+            # would take the memory of a whole model. Replicas average shards once, after the last.
+            self.fsdp.set_requires_all_reduce(number == len(microbatches))
+            loss = mean_loss(self.module(inputs), targets)
+            self.scaler.scale(loss).backward()
         if self.allow_unused:
             self.compare_used()
 
     def compare_used(self) -> None:
-        """Reject parameters with a gradient on some ranks only: FSDP would have added those of others to it."""
-        used = self.process.all_gather({name for name, p in self.module.named_parameters() if p.grad is not None})
-        if names := set.union(*used) - set.intersection(*used):
-            raise UserError(f"only some ranks use {min(names)}; under this strategy, all have to, or none")
+        """Reject parameters that have a gradient only on some ranks; a collective."""
+        # FSDP concatenates the gradients that a rank has, and adds the results up over the ranks:
+        # if one rank lacks a gradient, this adds up gradients of different parameters.
+        used = set[str]()
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                used.add(name)
+        used_by_rank = self.process.all_gather(used)
+        used_by_some = set.union(*used_by_rank) - set.intersection(*used_by_rank)
+        if used_by_some:
+            raise UserError(
+                f"only some ranks use {min(used_by_some)}; "
+                "under this strategy, all have to, or none"
+            )
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
         outputs = self.module(inputs)
-        self.head.reshard()  # There is no backward.
+        # No backward follows that would free the last block's weights.
+        self.head.reshard()
         return outputs
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the norm of the whole model's gradient; returns the norm before."""
-        gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
-        own = nn.utils.get_total_norm([g.to_local() for g in gradients]).to(self.device)
-        norms = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(norms, own, group=self.group)  # Summed in one order on all.
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm := torch.stack(norms).norm())
-        return norm
+        """Clip the norm of the whole model's gradient, and return the norm before."""
+        gradient_shards = list[Tensor]()
+        for parameter in self.module.parameters():
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                gradient_shards.append(gradient.to_local())
+        # The norm of no gradients would be on the CPU.
+        local_norm = nn.utils.get_total_norm(gradient_shards).to(self.device)
+        # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
+        # ranks, so all ranks scale their shards by the same bits. Replicas have equal gradients,
+        # and each counts only its own.
+        norms = [torch.empty_like(local_norm) for _ in range(dist.get_world_size(self.shard_group))]
+        dist.all_gather(norms, local_norm, group=self.shard_group)
+        total_norm = torch.stack(norms).norm()
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)
+        return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks with other samples."""
+        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
         options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
-        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
+        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
+        # PyTorch leaves out the key "state" on other ranks.
+        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
 
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+    def load_full_state_dict(
+        self, model: Any, optimizer: Optimizer | None = None, state: Any = None
+    ) -> None:
+        """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         dsd.set_model_state_dict(self.module, model, options=options)
-        options.strict = False  # A parameter that never had a gradient has no state.
-        if optimizer and (own := dsd.get_optimizer_state_dict(self.module, optimizer))["state"]:  # Plain SGD has none.
-            dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)
+        if optimizer is None:
+            return
+        # The parameter groups stay: they hold this run's settings, such as the learning rate.
+        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
+        if not state_dict["state"]:
+            # Plain SGD has none, and PyTorch fails if there is nothing to broadcast.
+            return
+        state_dict["state"] = {} if state is None else state
+        # A parameter that never had a gradient has no state, which strict loading rejects.
+        options.strict = False
+        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
 
 
-def refuse_shared(block: nn.Module, seen: WeakValueDictionary[int, nn.Parameter]) -> None:
-    """Reject a parameter that was ``seen`` in another block: two copies of it would be trained."""
+def refuse_shared(block: nn.Module) -> None:
+    """Reject a parameter that another block has, too: each block would train its own copy."""
+    parameter: Any
     for name, parameter in block.named_parameters():
-        if seen.get(id(parameter)) is parameter:
-            raise UserError(f"{name} of the {type(block).__name__} is shared with another block; use a copy")
-        seen[id(parameter)] = parameter
+        if hasattr(parameter, "is_in_a_block"):
+            raise UserError(
+                f"{name} of the {type(block).__name__} is shared with another block; use a copy"
+            )
+        # The mark disappears with the parameter, for example when a shard replaces it.
+        parameter.is_in_a_block = True
 
 
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
-        if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
-            raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
+        # Loading a checkpoint broadcasts buffers, element by element in the order of their memory.
+        if buffer.dtype not in SENDABLE_DTYPES or not buffer.is_contiguous():
+            raise UserError(
+                f"buffer {name} cannot be sent; make it contiguous, of a type like int32"
+            )
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
+            raise UserError(f"{problem}; turn it off")
+        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
+        # wrapper module would do the same, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
+        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

@@ -8,185 +8,263 @@ Ranks that differ in a dimension have:
     tensor      parts of each layer, by ``plan.py``: activations are all-reduced
 """
 
-import re
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
 from logging import getLogger
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only  # Private; optree has it.
-from torch.utils.checkpoint import checkpoint
+
+# This module is private; the package optree has the same function.
+from torch.utils._pytree import tree_map_only
 
 from .config import Config, UserError
 from .distributed import Process, seed_everything
 from .loader import split_batch
 from .model import build_model
-from .plan import tensor_plan
+from .plan import is_sharded_by_plan, shard_layers
 from .sharded import Checkpointer
-from .stages import Outline, Stage
+from .stages import Outline, Stage, gather_state_dict, load_state_dict, prepare_block
 
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # None is changed in place.
-getLogger("torch.distributed.tensor").setLevel("ERROR")  # Warns of saving.
+# FSDP2 warns of blocks that return views, as those do that end with a sharded layer: changing such
+# an output in place would break backward. Nothing here changes a block's output in place.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")
+# Saving gathers a tensor over one dimension of the mesh after the other, and DTensor's logger warns
+# that one message would be faster.
+getLogger("torch.distributed.tensor").setLevel("ERROR")
 
 
 class Parallel:
-    """This rank's part of the model."""
+    """This rank's stage of the model. The loop uses only what all strategies have."""
 
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.process, self.device, kind = process, process.device, process.device.type
-        self.config, self.microbatches = config.parallel, config.train.microbatches
-        self.scaler = torch.amp.GradScaler(kind, enabled=False)
-        self.dp_size = self.config.dp_size(process.world_size)
-        replicas, tensor = self.config.replicas, self.config.tensor
-        shape = (self.config.pipeline, replicas, self.dp_size // replicas, tensor)
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
-        self.group = mesh.get_group("pipeline")
-        self.dp_group, _ = dist.new_subgroups(self.dp_size * tensor)
-        self.position, rank = divmod(process.rank, self.dp_size * tensor)
-        self.dp_rank, self.tensor_rank = divmod(rank, tensor)
+        self.process = process
+        self.device = process.device
+        self.layout = config.parallel
+        self.microbatches = config.train.microbatches
+        # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+        # The ranks of a machine have one cache of compiled code, but code for one rank's shard is
+        # wrong for another's: a tag makes the keys differ.
+        torch.compiler.config.cache_key_tag = str(process.rank)
+        mesh = self.build_mesh()
+        self.build_stage(config, mesh)
+        # The first step builds a schedule, for the shapes of its micro-batches.
+        self.schedule: Any = None
+        self.shapes: Any = None
+
+    def build_mesh(self) -> DeviceMesh:
+        """Number the ranks in each dimension; returns the mesh over which FSDP shards."""
+        layout = self.layout
+        self.dp_size = layout.dp_size(self.process.world_size)
+        self.ranks_per_stage = self.dp_size * layout.tensor
+        self.stage_index, rank_in_stage = divmod(self.process.rank, self.ranks_per_stage)
+        self.dp_rank, self.tensor_rank = divmod(rank_in_stage, layout.tensor)
+        shape = (layout.pipeline, layout.replicas, self.dp_size // layout.replicas, layout.tensor)
+        names = ("pipeline", "replicate", "shard", "tensor")
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        self.pipeline_group = mesh.get_group("pipeline")
+        self.tensor_mesh = mesh["tensor"]
+        # A mesh has groups of single dimensions. This one has all ranks of a stage: tensor ranks
+        # have equal statistics, so averages over all of them are right.
+        self.dp_group, _ = dist.new_subgroups(self.ranks_per_stage)
+        if layout.replicas > 1:
+            return mesh["replicate", "shard"]
+        # FSDP would all-reduce gradients over the dimension of replicas, even with only one.
+        return mesh["shard"]
+
+    def build_stage(self, config: Config, mesh: DeviceMesh) -> None:
+        """Build the model, and keep the blocks of this rank's stage."""
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        torch.compiler.config.cache_key_tag = str(process.rank)  # Else shared.
-        group = mesh["tensor"]  # Compiled blocks compare it.
-        data = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
-        shard = partial(fully_shard, mesh=data, mp_policy=policy, reshard_after_forward=False)
-        self.outline = Outline(config.model, self.config.pipeline, dtype)
-        seed_everything(config.run.seed)  # The outline drew too.
-        stages, numbers = self.outline.stages, iter(self.outline.stages)
+        # Gathered weights serve all micro-batches: a schedule frees them after the last backward.
+        shard: Any = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.outline = Outline(config.model, self.layout.pipeline, dtype)
+        # The outline may have drawn random numbers, too.
+        seed_everything(config.run.seed)
+        stage_of_block = self.outline.stage_of_block
+        stages = iter(stage_of_block)
 
         def wrap(block: nn.Module) -> nn.Module:
-            if next(numbers) != self.position:
+            # Blocks are wrapped in their order. Every rank draws the weights of all blocks, so that
+            # they are the same on any number of ranks, but frees those of other ranks at once.
+            stage_index = next(stages)
+            if stage_index != self.stage_index:
                 return block.to("meta")
-            prepare_block(block.to(self.device), config, group)
-            # `tensor` splits rows; uneven parts of parts fail to load.
-            shard(block, shard_placement_fn=lambda p: Shard(int(p.ndim > 1 and getattr(p, "placements", 0) == rows)))
+            block.to(self.device)
+            # The order matters: shard layers, recompute, compile, shard. FSDP gathers weights by
+            # hooks around all of this, so that the recomputation finds them gathered.
+            shard_layers(block, self.tensor_mesh)
+            prepare_block(block, config)
+            shard(block, shard_placement_fn=choose_placement)
             return block
 
-        first, rows = stages.index(self.position), (Shard(0),)
-        self.module: Any = build_model(config.model, wrap)[first : first + stages.count(self.position)]
-        self.stage = Stage(cast(Any, self.module), is_last=self.position == stages[-1])
-        shard(self.stage)  # For the schedule.
-        self.schedule = self.forms = self.loss = cast(Any, None)
+        model: Any = build_model(config.model, wrap)
+        first_block = stage_of_block.index(self.stage_index)
+        num_blocks = stage_of_block.count(self.stage_index)
+        # A part of an nn.Sequential keeps the names of the blocks.
+        self.module: Any = model[first_block : first_block + num_blocks]
+        self.stage = Stage(self.module, is_last=self.stage_index == self.layout.pipeline - 1)
+        # No parameter is left to shard, but a schedule asks the stage as a whole to scatter
+        # gradients only after the last micro-batch.
+        shard(self.stage)
 
-    @loss_parallel()  # Sharded logits.
-    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
-        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
-        batches = split_batch((inputs, targets), self.microbatches)
-        if (forms := self.outline.trace(batches[0][0])) is not self.forms:
-            form, output, count = forms[self.position], forms[self.position + 1], self.config.pipeline
-            stage = PipelineStage(self.stage, self.position, count, self.device, form, output, group=self.group)
-            # 1F1B needs a micro-batch for each stage.
-            kind: Any = Schedule1F1B if self.microbatches >= count else ScheduleGPipe
-            self.schedule = kind(stage, self.microbatches, lambda *_: self.loss(), scale_grads=False)
-            self.forms = forms
-        torch.manual_seed(torch.initial_seed() + self.position)  # Equal in a stage.
-        rest = [targets for _, targets in batches]
-        self.loss = lambda: mean_loss(self.stage.outputs, rest.pop(0))
-        self.stage.inputs = [inputs for inputs, _ in batches] if self.position == 0 else []
-        ids = torch.arange(self.microbatches, device=self.device)
-        self.schedule.step(*[ids] * (self.position == 0), target=ids if self.stage.is_last else None)
+    # F.cross_entropy and its backward accept logits that plan.py keeps sharded over the classes.
+    @loss_parallel()
+    def forward_backward(
+        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+    ) -> None:
+        """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        shapes = self.outline.trace(microbatches[0][0])
+        if shapes is not self.shapes:
+            # A schedule allocates its buffers for micro-batches of one shape.
+            self.shapes = shapes
+            self.schedule = self.build_schedule(shapes)
+        # The loop seeds all stages alike, but their layers draw different numbers. The ranks of one
+        # stage draw the same, as dropout of whole activations needs.
+        torch.manual_seed(torch.initial_seed() + self.stage_index)
+        self.mean_loss = mean_loss
+        self.remaining_targets = [targets for _, targets in microbatches]
+        # Inputs and targets may be nested, so the schedule only gets the numbers of micro-batches:
+        # as an argument for the first stage, and as the target of the last one.
+        numbers = torch.arange(self.microbatches, device=self.device)
+        arguments = list[Tensor]()
+        if self.stage_index == 0:
+            self.stage.remaining_inputs = [inputs for inputs, _ in microbatches]
+            arguments.append(numbers)
+        target = numbers if self.stage.is_last else None
+        self.schedule.step(*arguments, target=target)
+
+    def build_schedule(self, shapes: dict[int, Tensor]) -> Any:
+        """Return a schedule that runs this rank's stage on tensors of these shapes."""
+        num_stages = self.layout.pipeline
+        stage = PipelineStage(
+            self.stage,
+            self.stage_index,
+            num_stages,
+            self.device,
+            input_args=shapes[self.stage_index],
+            output_args=shapes[self.stage_index + 1],
+            group=self.pipeline_group,
+        )
+        # 1F1B keeps the activations of fewer micro-batches, but needs one for each stage.
+        schedule: Any = Schedule1F1B if self.microbatches >= num_stages else ScheduleGPipe
+        # The losses are parts of the mean already: the schedule need not scale gradients.
+        return schedule(stage, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
+
+    def compute_loss(self, *_: Tensor) -> Tensor:
+        """Return a micro-batch's part of the mean loss; the schedule calls it after the last stage.
+
+        Its arguments, what the last stage has returned and a target, are only numbers.
+        """
+        targets = self.remaining_targets.pop(0)
+        return self.mean_loss(self.stage.outputs, targets)
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
-        x = inputs
-        if self.position > 0:
-            x = torch.empty_like(self.outline.trace(inputs)[self.position], device=self.device)
-            dist.recv(x, group=self.group, group_src=self.position - 1)
-        x = self.stage(x)
+        features = inputs
+        if self.stage_index > 0:
+            shapes = self.outline.trace(inputs)
+            features = torch.empty_like(shapes[self.stage_index], device=self.device)
+            dist.recv(features, group=self.pipeline_group, group_src=self.stage_index - 1)
+        features = self.stage(features)
         if not self.stage.is_last:
-            dist.send(x, group=self.group, group_dst=self.position + 1)
+            dist.send(features, group=self.pipeline_group, group_dst=self.stage_index + 1)
         for block in self.module:
-            block.reshard()  # No backward.
+            # No backward follows that would free the gathered weights.
+            block.reshard()
+        # Metrics need whole outputs, also if plan.py keeps the logits sharded.
         outputs = tree_map_only(DTensor, DTensor.full_tensor, self.stage.outputs)
+        # The tensor ranks of the last stage have the same outputs: one of them counts.
         return outputs if self.stage.is_last and self.tensor_rank == 0 else None
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the norm of the whole model's gradient; returns the norm before."""
-        gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
-        split = [g for g in gradients if "tensor" in g.device_mesh.mesh_dim_names and g.placements[-1].is_shard()]
-        counted = split if self.tensor_rank > 0 else gradients  # Each once.
-        own = nn.utils.get_total_norm([g.to_local() for g in counted]).to(self.device)
-        norms = [torch.empty_like(own) for _ in range(self.process.world_size)]
-        dist.all_gather(norms, own)  # Summed in one order.
-        norm = torch.stack(norms).norm() / self.config.replicas**0.5
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-        for gradient in gradients:
-            gradient.to_local().mul_(scale)
-        return norm
+        """Clip the norm of the whole model's gradient, and return the norm before."""
+        gradient_shards = list[Tensor]()
+        counted_shards = list[Tensor]()
+        for parameter in self.module.parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            gradient_shards.append(gradient.to_local())
+            # A gradient that plan.py does not shard is equal on all tensor ranks: only the first of
+            # them counts it.
+            if self.tensor_rank == 0 or is_sharded_by_plan(gradient):
+                counted_shards.append(gradient.to_local())
+        # The norm of no gradients would be on the CPU.
+        local_norm = nn.utils.get_total_norm(counted_shards).to(self.device)
+        # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
+        # ranks, so all ranks scale their shards by the same bits.
+        norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
+        dist.all_gather(norms, local_norm)
+        # Replicas have equal gradients, and each replica's squares are in the sum.
+        total_norm = torch.stack(norms).norm() / math.sqrt(self.layout.replicas)
+        # PyTorch's clip_grads_with_norm_ fails, because plan.py puts gradients on several meshes.
+        scale = (max_norm / (total_norm + 1e-6)).clamp(max=1)
+        for gradient_shard in gradient_shards:
+            gradient_shard.mul_(scale)
+        return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks with other samples."""
+        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        self.check_copies()
+        # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
+    def check_copies(self) -> None:
+        """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart.
+
+        A copy that works on a shard of the features gets the gradient of this shard alone. Kernels
+        that add up in no fixed order, which train.exact excludes, are another cause.
+        """
+        norms = dict[tuple[int, str], float]()
+        for name, parameter in self.module.named_parameters():
+            if not is_sharded_by_plan(parameter):
+                shard: Any = parameter
+                norms[self.dp_rank, name] = shard.to_local().norm().item()
+        for other_norms in self.process.all_gather(norms):
+            for (dp_rank, name), other_norm in other_norms.items():
+                # Ranks with another dp_rank hold other shards, which cannot be compared.
+                norm = norms.get((dp_rank, name), other_norm)
+                if norm > 1.0001 * other_norm:
+                    advice = "plan it in plan.py, or set train.exact"
+                    raise UserError(f"copies of {name} drift apart; {advice}")
+
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
-        rank, group, size = self.process.rank, self.process.cpu_group, dist.get_world_size(self.dp_group)
-        model, optim = dsd.get_state_dict(self.module, optimizer)
+        """Return weights and optimizer state of the whole model, by name, on rank 0's CPU.
 
-        def gather(part: Tensor) -> Tensor | None:
-            whole = part.full_tensor() if isinstance(part, DTensor) else part
-            return whole.cpu() if rank % size == 0 else None
+        A collective; the dictionaries of other ranks are incomplete.
+        """
+        return gather_state_dict(self.module, optimizer, self.process, self.ranks_per_stage)
 
-        whole: list[Any] = tree_map_only(Tensor, gather, [model, optim["state"]])
-        for source in range(size, self.process.world_size, size):
-            part = [*whole]
-            if rank == source:
-                dist.send_object_list(part, 0, group)
-            elif rank == 0:
-                dist.recv_object_list(part, source, group)
-                whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]
-        return {"model": whole[0], "optimizer": {"state": whole[1]}}
-
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
-        own, states, names = dict[str, Any](), dict[str, Any](), self.module.state_dict()
-        for name in max(self.process.all_gather([*model])):  # Rank 0's.
-            entry = [model.get(name), (state or {}).get(name)]
-            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
-            if name in names or name not in self.outline.names:
-                own[name], states[name] = entry
-        options = dsd.StateDictOptions(full_state_dict=True)
-        dsd.set_model_state_dict(self.module, own, options=options)
-        options.strict = False  # Without a gradient, there is no state.
-        if optimizer and any(states.values()):
-            whole = dsd.get_optimizer_state_dict(self.module, optimizer)
-            whole["state"] = {name: values for name, values in states.items() if values}
-            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)
+    def load_full_state_dict(
+        self, model: Any, optimizer: Optimizer | None = None, state: Any = None
+    ) -> None:
+        """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
+        load_state_dict(self.module, self.outline, self.process, model, optimizer, state)
 
 
-def prepare_block(block: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    """Shard a block's layers; recompute and compile it if set."""
-    names, plan = {name for name, _ in block.named_parameters()}, tensor_plan(block) if mesh.size() > 1 else {}
-    if len(plan) > 1 and any("Dropout" in type(each).__name__ and getattr(each, "p", 1) for each in block.modules()):
-        raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")
-    # All ranks drew the same, so each keeps its shard.
-    parallelize_module(block, mesh, plan, src_data_rank=None)
-    for name, _ in block.named_parameters():
-        if name not in names:
-            raise UserError(f"{name} is shared, and plan.py shards it; use a copy")
-    for name, buffer in block.named_buffers():
-        if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
-            raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
-    if config.train.activation_checkpointing:
-        if any("running_mean" in name for name, _ in block.named_buffers()):
-            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if config.train.compile:
-        block.compile()
+def choose_placement(parameter: nn.Parameter) -> Shard:
+    """Return the dimension over which FSDP shards a parameter."""
+    is_sharded_by_rows = getattr(parameter, "placements", None) == (Shard(0),)
+    if is_sharded_by_rows and parameter.ndim > 1:
+        # Shards of the rows that plan.py has sharded may be uneven, which loading rejects.
+        return Shard(1)
+    return Shard(0)

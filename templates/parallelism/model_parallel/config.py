@@ -3,10 +3,12 @@ class ParallelConfig:
     """Model parallelism: the blocks of one model on several devices of one process."""
 
     devices: int = 2
-    """Devices per rank, k: local rank r uses devices r*k to r*k+k-1. On a CPU, the CPU stands in for all of them."""
+    """Number of devices per rank, k: local rank r uses devices r*k to r*k+k-1. On a CPU, the CPU
+    stands in for all of them."""
 
-    gloo_on_accelerators = True  # It can sum their tensors, which is all that DDP needs: ranks may share a device.
+    # DDP only sums tensors, which gloo can do with an accelerator's: ranks may share a device.
+    gloo_on_accelerators = True
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of local batches that the global batch is split into: one per rank."""
+        """Return the number of local batches per global batch: one for each rank."""
         return world_size

@@ -1,14 +1,13 @@
-"""Model parallelism: the blocks of one model are on several devices of one process, which a batch visits in turn.
+"""Model parallelism: one process holds the blocks of a model on several devices.
 
-Each rank has its own devices and holds a copy of the model. The ranks read local batches, and DDP averages their
-gradients while backward runs.
+A batch visits these devices in turn. Each rank has its own devices, which hold a copy of the model.
+The ranks read local batches, and DDP averages their gradients while backward runs.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,8 @@ from .distributed import Process
 from .loader import split_batch, to_device
 from .model import build_model
 
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class Parallel:
     """The model on this rank's devices. The loop uses only what all strategies have."""
@@ -31,100 +32,172 @@ class Parallel:
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.device, self.microbatches = process.device, config.train.microbatches
-        self.dp_rank, self.dp_size, self.dp_group = process.rank, process.world_size, dist.group.WORLD
-        precision, kind = config.train.precision, self.device.type
-        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-        self.autocast = partial(torch.autocast, kind, dtype, enabled=precision != "fp32")
-        self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
-        self.cpu_group, seen = process.cpu_group, WeakValueDictionary[int, nn.Parameter]()
+        self.device = process.device
+        self.dp_rank = process.rank
+        self.dp_size = process.world_size
+        self.dp_group = dist.group.WORLD
+        self.cpu_group = process.cpu_group
+        self.microbatches = config.train.microbatches
+        self.precision = config.train.precision
+        # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        # Blocks are prepared while the model is built: first recomputation, then compilation.
         self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config))
-        blocks = list(self.module.children())
-        for number, block in enumerate(blocks):
-            refuse_shared(block, seen)
-            place(block, choose_device(self.device, number * config.parallel.devices // len(blocks)))
+        self.place_blocks(config.parallel.devices)
         self.ddp = self.build_ddp(config.train.allow_unused)
 
+    def place_blocks(self, device_count: int) -> None:
+        """Move equal numbers of consecutive blocks to each of this rank's devices."""
+        blocks = list(self.module.children())
+        for number, block in enumerate(blocks):
+            # A shared parameter would move to the device of the last block that has it.
+            refuse_shared(block)
+            index = number * device_count // len(blocks)
+            place(block, choose_device(self.device, index))
+
     def build_ddp(self, find_unused: bool) -> DistributedDataParallel:
-        """Wrap the module in DDP, and let a first backward order its gradients, which decides how sums are rounded."""
-        ddp = DistributedDataParallel(self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True)
-        ddp.broadcast_buffers = False  # average_buffers does that before they are used.
-        ddp.module = nn.Module()  # In its place, whose hooks expect inputs.
-        ddp.module.forward = lambda: sum(p.sum().to(self.device) for p in self.module.parameters() if p.requires_grad)
-        ddp().backward()  # Otherwise, the order would change after the first step of every start.
+        """Wrap the module in DDP, and fix which gradients DDP adds up together in a bucket.
+
+        DDP adds up gradients over the ranks in buckets, and a gradient's position in its bucket
+        decides how its sum is rounded. After the first backward, DDP fills new buckets in the order
+        in which gradients became ready, and keeps these. If that were the backward of a step, the
+        first step of every start would be rounded in its own way, and a resumed run would not be
+        bitwise equal to one that was never interrupted. So a first backward, of the sum of all
+        parameters, happens here, before any step.
+        """
+        ddp = DistributedDataParallel(
+            self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True
+        )
+        # The constructor has broadcast rank 0's buffers. Every forward would do so again, although
+        # average_buffers() is enough, just before buffers are used.
+        ddp.broadcast_buffers = False
+        # DDP sees only a backward whose forward it has called. The model's would need a batch, so a
+        # module that needs none takes its place for this call.
+        ddp.module = ParameterSum()
+        ddp(self.module, self.device).backward()
         ddp.module = self.module
         self.module.zero_grad()
         return ddp
 
-    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
-        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
+    def forward_backward(
+        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+    ) -> None:
+        """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Gradients accumulate locally; only the last micro-batch starts the all-reduce.
-            with self.ddp.no_sync() if number < self.microbatches else nullcontext():
+            # Gradients accumulate on this rank; only the last micro-batch starts the all-reduce.
+            is_last = number == len(microbatches)
+            with nullcontext() if is_last else self.ddp.no_sync():
                 with self.autocast():
                     outputs = self.ddp(inputs)
-                    loss = mean_loss(*to_device((outputs, targets), outputs.device))
+                    # The last block has left its outputs on the last device.
+                    outputs, targets = to_device((outputs, targets), outputs.device)
+                    loss = mean_loss(outputs, targets)
                 self.scaler.scale(loss).backward()
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
         with self.autocast():
-            return self.module(inputs).to(self.device)
+            outputs = self.module(inputs)
+        return outputs.to(self.device)
+
+    def autocast(self) -> torch.autocast:
+        """Compute in ``train.precision`` where that is safe; weights and gradients stay in fp32."""
+        dtype = AUTOCAST_DTYPES.get(self.precision)
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the norm of the whole model's gradient; returns the norm before."""
+        """Clip the norm of the whole model's gradient, and return the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks with other samples."""
+        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
+        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
         options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
-        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
+        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
+        # PyTorch leaves out the key "state" on other ranks.
+        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
 
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
-        content = [model, state]  # Not tensor by tensor, which would have to be on one device.
+    def load_full_state_dict(
+        self, model: Any, optimizer: Optimizer | None = None, state: Any = None
+    ) -> None:
+        """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
+        # PyTorch would broadcast all tensors to one device, but this model is on several. So every
+        # rank receives them on its CPU first.
+        content = [model, state]
         dist.broadcast_object_list(content, src=0, group=self.cpu_group)
-        dsd.set_model_state_dict(self.module, content[0])
-        if optimizer:
-            whole = dsd.get_optimizer_state_dict(self.module, optimizer) | {"state": content[1] or {}}
-            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=dsd.StateDictOptions(strict=False))
+        model, state = content
+        dsd.set_model_state_dict(self.module, model)
+        if optimizer is None:
+            return
+        # The parameter groups hold this run's settings, such as the learning rate: they stay.
+        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
+        state_dict["state"] = {} if state is None else state
+        # A parameter that never had a gradient has no state, which strict loading rejects.
+        options = dsd.StateDictOptions(strict=False)
+        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
 
 
 def choose_device(first: torch.device, index: int) -> torch.device:
-    """Return the device that is ``index`` after a rank's ``first`` one; a CPU stands in for all of them."""
+    """Return the device ``index`` places after a rank's ``first``; a CPU stands in for all."""
     if first.type == "cpu":
         return first
-    # Ranks may share devices.
-    return torch.device(first.type, (first.index + index) % torch.accelerator.device_count())
+    # Ranks share devices if there are too few, which only gloo allows.
+    device_index = (first.index + index) % torch.accelerator.device_count()
+    return torch.device(first.type, device_index)
 
 
 def place(block: nn.Module, device: torch.device) -> None:
     """Move a block to a device, and make it move its inputs there."""
-    block.to(device).register_forward_pre_hook(lambda _, inputs: to_device((inputs, None), device)[0])
+
+    def move_inputs(_: nn.Module, inputs: Any) -> Any:
+        # to_device() takes a pair (inputs, targets).
+        return to_device((inputs, None), device)[0]
+
+    block.to(device)
+    block.register_forward_pre_hook(move_inputs)
 
 
-def refuse_shared(block: nn.Module, seen: WeakValueDictionary[int, nn.Parameter]) -> None:
-    """Reject a parameter that was ``seen`` in another block: two copies of it would be trained."""
+class ParameterSum(nn.Module):
+    """Adds up a model's parameters; backward gives each one that is trained a gradient."""
+
+    def forward(self, model: nn.Module, device: torch.device) -> Tensor:
+        total = torch.zeros((), device=device)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                # Some models have parameters on several devices.
+                total = total + parameter.sum().to(device)
+        return total
+
+
+def refuse_shared(block: nn.Module) -> None:
+    """Reject a parameter that another block has, too: each block would train its own copy."""
+    parameter: Any
     for name, parameter in block.named_parameters():
-        if seen.get(id(parameter)) is parameter:
-            raise UserError(f"{name} of the {type(block).__name__} is shared with another block; use a copy")
-        seen[id(parameter)] = parameter
+        if hasattr(parameter, "is_in_a_block"):
+            raise UserError(
+                f"{name} of the {type(block).__name__} is shared with another block; use a copy"
+            )
+        # The mark disappears with the parameter, for example when a shard replaces it.
+        parameter.is_in_a_block = True
 
 
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
+            raise UserError(f"{problem}; turn it off")
+        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
+        # wrapper module would do the same, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
+        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

@@ -1,10 +1,10 @@
-"""Pipeline parallelism: every rank holds some blocks of the model, and micro-batches pass from rank to rank.
+"""Pipeline parallelism: every rank holds some blocks, and micro-batches pass from rank to rank.
 
-Ranks of several pipelines with the same stages shard these by FSDP2: they gather weights when a step
-begins, and scatter gradients when it ends.
+With several pipelines, ranks that have the same stages shard them by FSDP2: they gather weights
+when a step begins, and scatter gradients when it ends.
 """
 
-import re
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -12,169 +12,225 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
-from .config import Config, UserError
+from .config import Config
 from .distributed import Process, seed_everything
 from .loader import split_batch
 from .model import build_model
 from .sharded import Checkpointer
-from .stages import Outline, Stage
+from .stages import Outline, Stage, gather_state_dict, load_state_dict, prepare_block
+
+SCHEDULES: dict[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+}
 
 
 class Parallel:
-    """Stages of the model."""
+    """This rank's stages of the model. The loop uses only what all strategies have."""
 
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.process, self.device, kind = process, process.device, process.device.type
-        self.config, self.microbatches = config.parallel, config.train.microbatches
-        self.scaler = torch.amp.GradScaler(kind, enabled=False)
-        self.dp_size, replicas = self.config.dp_size(process.world_size), self.config.replicas
-        self.position, self.dp_rank = divmod(process.rank, self.dp_size)
-        shape = (process.world_size // self.dp_size, replicas, self.dp_size // replicas)
-        self.mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", "replicate", "shard"))
-        self.group, (self.dp_group, _) = self.mesh.get_group("pipeline"), dist.new_subgroups(self.dp_size)
-        self.owners = [*range(shape[0])] * self.config.stages_per_rank
-        self.last = len(self.owners) - 1
-        self.module, self.stages = nn.Sequential(), dict[int, Stage]()
-        self.build_stages(config)
-        self.schedule = self.forms = cast(Any, None)
+        self.process = process
+        self.device = process.device
+        self.layout = config.parallel
+        self.microbatches = config.train.microbatches
+        # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+        mesh = self.build_mesh()
+        self.build_stages(config, mesh)
+        # The first step builds a schedule, for the shapes of its micro-batches.
+        self.schedule: Any = None
+        self.shapes: Any = None
 
-    def build_stages(self, config: Config) -> None:
-        """Build the model, and keep this rank's blocks."""
+    def build_mesh(self) -> DeviceMesh:
+        """Number the ranks and the stages; returns the mesh over which a stage is sharded."""
+        self.dp_size = self.layout.dp_size(self.process.world_size)
+        self.pipeline_size = self.process.world_size // self.dp_size
+        self.pipeline_rank, self.dp_rank = divmod(self.process.rank, self.dp_size)
+        # A micro-batch passes through all ranks once for each stage that a rank has.
+        self.num_stages = self.pipeline_size * self.layout.stages_per_rank
+        self.last_stage = self.num_stages - 1
+        replicas = self.layout.replicas
+        shape = (self.pipeline_size, replicas, self.dp_size // replicas)
+        names = ("pipeline", "replicate", "shard")
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        self.pipeline_group = mesh.get_group("pipeline")
+        # A mesh has groups of single dimensions only. This group has all ranks with equal stages.
+        self.dp_group, _ = dist.new_subgroups(self.dp_size)
+        if replicas > 1:
+            return mesh["replicate", "shard"]
+        # FSDP would all-reduce gradients over the dimension of replicas, even with only one.
+        return mesh["shard"]
+
+    def build_stages(self, config: Config, mesh: DeviceMesh) -> None:
+        """Build the model, and keep the blocks of this rank's stages."""
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        # Blocks compute in it; shards stay in fp32.
+        # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        self.outline = Outline(config.model, len(self.owners), dtype)
-        seed_everything(config.run.seed)  # The outline may draw too.
-        stages, numbers = self.outline.stages, iter(self.outline.stages)
-        mesh = self.mesh["replicate", "shard"] if self.config.replicas > 1 else self.mesh["shard"]
-        shard = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        # Gathered weights serve all micro-batches: a schedule frees them after the last backward.
+        shard: Any = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.outline = Outline(config.model, self.num_stages, dtype)
+        # The outline may have drawn random numbers, too.
+        seed_everything(config.run.seed)
+        stages = iter(self.outline.stage_of_block)
 
         def wrap(block: nn.Module) -> nn.Module:
-            prepare_block(block, config)
-            if self.owners[next(numbers)] != self.position:
+            # Blocks are wrapped in their order. Every rank draws the weights of all blocks, so that
+            # they are the same on any number of ranks, but frees those of other ranks at once.
+            stage_index = next(stages)
+            if not self.has_stage(stage_index):
                 return block.to("meta")
-            shard(block.to(self.device))
+            block.to(self.device)
+            # The order matters: recompute, compile, shard. FSDP gathers weights by hooks around all
+            # of this, so that the recomputation finds them gathered.
+            prepare_block(block, config)
+            shard(block)
             return block
 
-        for stage, (name, block) in zip(stages, build_model(config.model, wrap).named_children(), strict=True):
-            if self.owners[stage] == self.position:
-                self.module.add_module(name, block)
-                self.stages.setdefault(stage, Stage(nn.Sequential(), stage == self.last)).blocks.append(block)
-        for each in self.stages.values():
-            shard(each)  # For the schedule.
+        self.module = nn.Sequential()
+        self.stages = dict[int, Stage]()
+        model = build_model(config.model, wrap)
+        named_blocks = zip(self.outline.stage_of_block, model.named_children(), strict=True)
+        for stage_index, (name, block) in named_blocks:
+            if not self.has_stage(stage_index):
+                continue
+            self.module.add_module(name, block)
+            if stage_index not in self.stages:
+                is_last = stage_index == self.last_stage
+                self.stages[stage_index] = Stage(nn.Sequential(), is_last)
+            self.stages[stage_index].blocks.append(block)
+        for stage in self.stages.values():
+            # No parameter is left to shard, but a schedule asks the stage as a whole to scatter
+            # gradients only after the last micro-batch.
+            shard(stage)
 
-    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
-        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
-        batches = split_batch((inputs, targets), self.microbatches)
-        if (forms := self.outline.trace(batches[0][0])) is not self.forms:
-            self.build_schedule(forms)
-        torch.manual_seed(torch.initial_seed() + self.position)  # For dropout.
-        self.targets, self.mean_loss = [targets for _, targets in batches], mean_loss
-        ids = torch.arange(self.microbatches, device=self.device)
-        if first := self.stages.get(0):
-            first.inputs = [inputs for inputs, _ in batches]
-        self.schedule.step(*[ids] * (first is not None), target=ids if self.last in self.stages else None)
+    def has_stage(self, stage_index: int) -> bool:
+        """Return whether a stage is this rank's: stages go to the ranks in turn."""
+        return stage_index % self.pipeline_size == self.pipeline_rank
 
-    def build_schedule(self, forms: dict[int, Tensor]) -> None:
-        """Build the schedule for tensors of these forms."""
-        build = partial(PipelineStage, num_stages=len(self.owners), device=self.device, group=self.group)
-        stages = [build(s, i, input_args=forms[i], output_args=forms[i + 1]) for i, s in self.stages.items()]
-        kind: Any = get_schedule_class(self.config.schedule)
-        own = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        self.schedule = kind(own, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
-        self.forms = forms
+    def forward_backward(
+        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+    ) -> None:
+        """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
+        microbatches = split_batch((inputs, targets), self.microbatches)
+        shapes = self.outline.trace(microbatches[0][0])
+        if shapes is not self.shapes:
+            # A schedule allocates its buffers for micro-batches of one shape.
+            self.shapes = shapes
+            self.schedule = self.build_schedule(shapes)
+        # The loop seeds all ranks of a pipeline alike, but their layers draw different numbers.
+        torch.manual_seed(torch.initial_seed() + self.pipeline_rank)
+        self.mean_loss = mean_loss
+        self.remaining_targets = [targets for _, targets in microbatches]
+        # Inputs and targets may be nested, so the schedule only gets the numbers of micro-batches:
+        # as an argument for the first stage, and as the target of the last one.
+        numbers = torch.arange(self.microbatches, device=self.device)
+        arguments = list[Tensor]()
+        if 0 in self.stages:
+            self.stages[0].remaining_inputs = [inputs for inputs, _ in microbatches]
+            arguments.append(numbers)
+        target = numbers if self.last_stage in self.stages else None
+        self.schedule.step(*arguments, target=target)
+
+    def build_schedule(self, shapes: dict[int, Tensor]) -> Any:
+        """Return a schedule that runs this rank's stages on tensors of these shapes."""
+        stages: Any = []
+        for stage_index, stage in self.stages.items():
+            pipeline_stage = PipelineStage(
+                stage,
+                stage_index,
+                self.num_stages,
+                self.device,
+                input_args=shapes[stage_index],
+                output_args=shapes[stage_index + 1],
+                group=self.pipeline_group,
+            )
+            stages.append(pipeline_stage)
+        if self.layout.stages_per_rank == 1:
+            # GPipe and 1F1B expect the stage itself, the other schedules a list of stages.
+            stages = stages[0]
+        # The losses are parts of the mean already: the schedule need not scale gradients.
+        return SCHEDULES[self.layout.schedule](
+            stages, self.microbatches, loss_fn=self.compute_loss, scale_grads=False
+        )
 
     def compute_loss(self, *_: Tensor) -> Tensor:
-        """Return a micro-batch's part of the mean loss; called after the last stage."""
-        return self.mean_loss(self.stages[self.last].outputs, self.targets.pop(0))
+        """Return a micro-batch's part of the mean loss; the schedule calls it after the last stage.
+
+        Its arguments, what the last stage has returned and a target, are only numbers.
+        """
+        targets = self.remaining_targets.pop(0)
+        return self.mean_loss(self.stages[self.last_stage].outputs, targets)
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
-        x, group, forms = inputs, self.group, self.outline.trace(inputs)
-        for index, stage in self.stages.items():
-            if index > 0 and index - 1 not in self.stages:
-                x = torch.empty_like(forms[index], device=self.device)
-                dist.recv(x, group=group, group_src=self.owners[index - 1])
-            x = stage(x)
-            if index < self.last and index + 1 not in self.stages:
-                dist.send(x, group=group, group_dst=self.owners[index + 1])
+        shapes = self.outline.trace(inputs)
+        features = inputs
+        for stage_index, stage in self.stages.items():
+            # A rank alone has all stages, and passes features on to itself.
+            if stage_index > 0 and self.pipeline_size > 1:
+                features = torch.empty_like(shapes[stage_index], device=self.device)
+                source = (stage_index - 1) % self.pipeline_size
+                dist.recv(features, group=self.pipeline_group, group_src=source)
+            features = stage(features)
+            if stage_index < self.last_stage and self.pipeline_size > 1:
+                destination = (stage_index + 1) % self.pipeline_size
+                dist.send(features, group=self.pipeline_group, group_dst=destination)
         for block in self.module:
-            cast(FSDPModule, block).reshard()  # There is no backward.
-        return self.stages[self.last].outputs if self.last in self.stages else None
+            # No backward follows that would free the gathered weights.
+            cast(FSDPModule, block).reshard()
+        if self.last_stage not in self.stages:
+            return None
+        return self.stages[self.last_stage].outputs
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the norm of the whole model's gradient; returns the norm before."""
-        gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
-        own = nn.utils.get_total_norm([g.to_local() for g in gradients]).to(self.device)
-        norms = [torch.empty_like(own) for _ in range(self.process.world_size)]
-        dist.all_gather(norms, own)  # Summed in one order on all.
-        norm = torch.stack(norms).norm() / self.config.replicas**0.5
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
-        return norm
+        """Clip the norm of the whole model's gradient, and return the norm before."""
+        gradient_shards = list[Tensor]()
+        for parameter in self.module.parameters():
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                gradient_shards.append(gradient.to_local())
+        # The norm of no gradients would be on the CPU.
+        local_norm = nn.utils.get_total_norm(gradient_shards).to(self.device)
+        # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
+        # ranks, so all ranks scale their shards by the same bits.
+        norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
+        dist.all_gather(norms, local_norm)
+        # Replicas have equal gradients, and each replica's squares are in the sum.
+        total_norm = torch.stack(norms).norm() / math.sqrt(self.layout.replicas)
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)
+        return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks with other samples."""
+        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
-        rank, group, size = self.process.rank, self.process.cpu_group, dist.get_world_size(self.dp_group)
-        model, optim = dsd.get_state_dict(self.module, optimizer)
+        """Return weights and optimizer state of the whole model, by name, on rank 0's CPU.
 
-        def gather(part: Tensor) -> Tensor | None:
-            whole = part.full_tensor() if isinstance(part, DTensor) else part
-            return whole.cpu() if rank % size == 0 else None
+        A collective; the dictionaries of other ranks are incomplete.
+        """
+        return gather_state_dict(self.module, optimizer, self.process, self.dp_size)
 
-        whole: list[Any] = tree_map_only(Tensor, gather, [model, optim["state"]])
-        for source in range(size, self.process.world_size, size):
-            part = [*whole]
-            if rank == source:
-                dist.send_object_list(part, 0, group)
-            elif rank == 0:
-                dist.recv_object_list(part, source, group)
-                whole = [mine | theirs for mine, theirs in zip(whole, part, strict=True)]
-        return {"model": whole[0], "optimizer": {"state": whole[1]}}
-
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
-        own, states, names = dict[str, Any](), dict[str, Any](), self.module.state_dict()
-        for name in max(self.process.all_gather([*model])):  # Rank 0's.
-            entry = [model.get(name), (state or {}).get(name)]
-            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
-            if name in names or name not in self.outline.names:
-                own[name], states[name] = entry
-        options = dsd.StateDictOptions(full_state_dict=True)
-        dsd.set_model_state_dict(self.module, own, options=options)
-        options.strict = False  # Without a gradient, there is no state.
-        if optimizer and any(states.values()):
-            whole = dsd.get_optimizer_state_dict(self.module, optimizer)
-            whole["state"] = {name: values for name, values in states.items() if values}
-            dsd.set_optimizer_state_dict(self.module, optimizer, whole, options=options)
-
-
-def prepare_block(block: nn.Module, config: Config) -> nn.Module:
-    """Let a block recompute its activations in backward, and compile it, if the settings say so."""
-    for name, buffer in block.named_buffers():
-        if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
-            raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
-    if config.train.activation_checkpointing:
-        if any("running_mean" in name for name, _ in block.named_buffers()):
-            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if config.train.compile:
-        block.compile()
-    return block
+    def load_full_state_dict(
+        self, model: Any, optimizer: Optimizer | None = None, state: Any = None
+    ) -> None:
+        """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
+        load_state_dict(self.module, self.outline, self.process, model, optimizer, state)

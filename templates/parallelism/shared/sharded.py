@@ -1,24 +1,27 @@
-"""Sharded checkpoints: every rank writes its part while training continues; a folder is complete or absent.
+"""Sharded checkpoints: every rank writes its shards while training continues.
 
-The format is that of ``torch.distributed.checkpoint``. A run resumes from it under any strategy. Resume only from files
-that you trust: unlike a full checkpoint, it is read with pickle, and has no checksums.
+A checkpoint is a folder, complete or absent, in the format of ``torch.distributed.checkpoint``, and
+a run resumes from it under any strategy. Resume only from files that you trust: unlike a full
+checkpoint, it is read with pickle, and has no checksums.
 """
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.optim import Optimizer
 
-from . import checkpoint
+from . import checkpoint, files
 from .config import Config, UserError
 from .distributed import FILE_TIMEOUT, Process
-from .files import write_atomically
 
 
 class Checkpointer(checkpoint.Checkpointer):
@@ -26,77 +29,113 @@ class Checkpointer(checkpoint.Checkpointer):
 
     def __init__(self, config: Config, process: Process) -> None:
         super().__init__(config, process)
-        if config.checkpoint.format == "sharded":  # For its threads alone.
+        if config.checkpoint.format == "sharded":
+            # The writing threads get a group of their own, because their collectives would mix
+            # with those of the training loop, and take longer.
             self.group = dist.new_group(backend="gloo", timeout=FILE_TIMEOUT)
-        self.stager: Any = None
+        self.stager: DefaultStager | None = None
 
     @staticmethod
     def read(path: Path) -> dict[str, Any]:
-        """Read a checkpoint; of a sharded one, what all ranks hold."""
+        """Read a checkpoint; of a sharded one only the header, and leave the shards to ``load``."""
         if path.suffix != ".dcp":
-            return checkpoint.read(path)
+            return files.read(path)
         try:
-            header = json.loads((path / "header.json").read_text())
-            metadata = dcp.FileSystemReader(path).read_metadata()
-            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-            if any(sizes.get(p.relative_path, 0) < p.offset + p.length for p in metadata.storage_data.values()):
-                raise ValueError("a part of it is damaged or missing")
-            stateful = {n.removeprefix("optimizer.state.").rpartition(".")[0] for n in metadata.state_dict_metadata}
+            return read_header(path)
+        except FileNotFoundError:
+            reason = "a part of it is damaged or missing"
+        except OSError:
+            # The disk failed, and the files may be intact: they must not be set aside as damaged.
+            raise
         except Exception as error:
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # A disk that fails.
-                raise
-            raise UserError(f"{path} is not a readable checkpoint: {error}") from None
-        return header | {"shards": str(path), "stateful": stateful}
+            reason = str(error)
+        raise UserError(f"{path} is not a readable checkpoint: {reason}")
 
     @staticmethod
-    def load(parallel: Any, content: dict[str, Any], *optimizers: Any) -> None:
-        """Load a checkpoint that was read, or this rank's part of a sharded one."""
+    def load(parallel: Any, content: dict[str, Any], optimizer: Optimizer | None = None) -> None:
+        """Load what ``read_on_main`` returned, or this rank's shards of a sharded checkpoint."""
         if "shards" not in content:
-            return checkpoint.Checkpointer.load(parallel, content, *optimizers)
-        state = local_state(parallel.module, *optimizers)
-        for name in state["optimizer"]["state"].keys() - content["stateful"]:
-            del state["optimizer"]["state"][name]
+            checkpoint.Checkpointer.load(parallel, content, optimizer)
+            return
+        # dcp.load fills the tensors of a state dict in place, and fails where the file lacks one.
+        # A parameter that never had a gradient has no state there.
+        state = local_state_dict(parallel.module, optimizer)
+        optimizer_state = state["optimizer"]["state"]
+        for name in optimizer_state.keys() - content["parameters_with_state"]:
+            del optimizer_state[name]
         try:
             dcp.load(state, checkpoint_id=content["shards"])
-        except dcp.CheckpointException as error:  # It is no Exception.
-            raise UserError(f"{content['shards']} cannot be loaded: {str(error).splitlines()[-1]}") from None
+        except dcp.CheckpointException as error:
+            reason = str(error).splitlines()[-1]
+            raise UserError(f"{content['shards']} cannot be loaded: {reason}") from None
         dsd.set_model_state_dict(parallel.module, state["model"])
-        for optimizer in optimizers:
-            whole = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
-            dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=dsd.StateDictOptions(strict=False))
+        if optimizer is None:
+            return
+        # The state comes from the checkpoint, but hyperparameters from the settings. The option is
+        # needed for parameters without a state.
+        whole = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
+        options = dsd.StateDictOptions(strict=False)
+        dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=options)
 
-    def save(self, progress: dict[str, int]) -> None:
-        """Save in the format. Shards get a thread of their own: a failing run must not wait for others."""
-        #:: if fact("plans_layers") ::#
-        whole = [x for x in self.parallel.module.named_parameters() if "tensor" not in x[1].device_mesh.mesh_dim_names]
-        own = {(self.parallel.dp_rank, name): p.to_local().norm().item() for name, p in whole}
-        if wrong := [n for each in self.process.all_gather(own) for n, v in each.items() if own.get(n, v) > 1.0001 * v]:
-            raise UserError(f"copies of {wrong[0][1]} drift apart; plan it in plan.py, or set train.exact")
-        #:: endif ::#
+    def save(self, progress: dict[str, int]) -> Path:
+        """Copy this rank's shards, and return the path to which a thread writes the copy."""
         if self.config.checkpoint.format == "full":
             return super().save(progress)
-        header = json.dumps(self.prepare(progress))
-        final = self.folder / f"step-{progress['step']:08d}.dcp"
-        partial = final.with_suffix(".dcp.tmp")
-        if self.stager is None or torch.__version__ < "2.13":  # There, a stager is used once.
-            accelerated = self.process.device.type == "cuda"  # To pinned memory.
-            self.stager = DefaultStager(StagingOptions(accelerated, False, False, accelerated))
-        content = self.stager.stage(local_state(self.parallel.module, self.optimizer))
-        self.pending = type(self.writer)(1).submit(self.write_shards, content, header, partial, final)
+        header = json.dumps(self.begin_save(progress))
+        path = self.folder / f"step-{progress['step']:08d}.dcp"
+        # A stager copies to buffers on the CPU that it reuses; before PyTorch 2.13, it works once.
+        if self.stager is None or torch.__version__ < "2.13":
+            is_cuda = self.process.device.type == "cuda"
+            options = StagingOptions(
+                use_pinned_memory=is_cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=is_cuda,
+            )
+            self.stager = DefaultStager(options)
+        shards = self.stager.stage(local_state_dict(self.parallel.module, self.optimizer))
+        # A run that fails waits for the thread of self.writer. It must not wait for this one, which
+        # waits for all ranks to write their shards: some may have failed.
+        writer = ThreadPoolExecutor(max_workers=1)
+        self.pending = writer.submit(self.write_shards, shards, header, path)
+        return path
 
-    def write_shards(self, content: Any, header: str, partial: Path, final: Path) -> None:
-        """Write this rank's part; the folder gets its name when all is written."""
+    def write_shards(self, shards: Any, header: str, path: Path) -> None:
+        """Write this rank's shards; the folder gets its final name when all ranks have written."""
+        temporary = path.with_suffix(".dcp.tmp")
         try:
-            writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)  # Else it waits for the device.
-            dcp.save(content, storage_writer=writer, process_group=self.group)
+            # The shards are on the CPU. Copying ahead, the default, would only wait for the GPU.
+            writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
+            dcp.save(shards, storage_writer=writer, process_group=self.group)
         except (Exception, dcp.CheckpointException) as error:
-            raise UserError(f"{final} was not written; disk full? {str(error).splitlines()[-1]}") from None
+            # CheckpointException is no Exception; the errors of the ranks are in its last lines.
+            reason = str(error).splitlines()[-1]
+            raise UserError(f"{path} was not written; disk full? {reason}") from None
         if self.process.rank == 0:
-            write_atomically(partial / "header.json", header)
-            os.replace(partial, final)
+            files.write_atomically(temporary / "header.json", header)
+            os.replace(temporary, path)
 
 
-def local_state(module: Any, *optimizers: Any) -> dict[str, Any]:
-    """Return this rank's part of model and optimizer, by name."""
-    model, optimizer = dsd.get_state_dict(module, optimizers)
-    return {"model": model, "optimizer": {"state": optimizer.get("state", {})}}
+def read_header(path: Path) -> dict[str, Any]:
+    """Return what all ranks need of a sharded checkpoint, after a look at the size of its files."""
+    header = json.loads((path / "header.json").read_text())
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+    for part in metadata.storage_data.values():
+        if sizes.get(part.relative_path, 0) < part.offset + part.length:
+            raise ValueError("a part of it is damaged or missing")
+    # A key is "model.PARAMETER" or "optimizer.state.PARAMETER.exp_avg".
+    prefix = "optimizer.state."
+    parameters_with_state = set()
+    for key in metadata.state_dict_metadata:
+        if key.startswith(prefix):
+            parameter_name = key.removeprefix(prefix).rpartition(".")[0]
+            parameters_with_state.add(parameter_name)
+    return header | {"shards": str(path), "parameters_with_state": parameters_with_state}
+
+
+def local_state_dict(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return this rank's shards of the model and of the optimizer's state, by parameter."""
+    optimizers = () if optimizer is None else (optimizer,)
+    model, optimizer_state = dsd.get_state_dict(module, optimizers)
+    return {"model": model, "optimizer": {"state": optimizer_state.get("state", {})}}

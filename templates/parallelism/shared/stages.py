@@ -1,69 +1,246 @@
-"""The stages of a pipeline: consecutive blocks of the model, and what they send each other."""
+"""The stages of a pipeline: consecutive blocks of the model, and what stages send each other."""
 
+from functools import partial
 from logging import getLogger
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only  # Private; optree has them.
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from .config import ModelConfig, UserError
+# This module is private; the package optree has the same functions.
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from .config import Config, ModelConfig, UserError
+from .distributed import Process
 from .model import build_model
 
-NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Of a micro-batch, for the first stage.
-getLogger("torch.distributed.pipelining.schedules").disabled = True  # It would print them if one fails.
+# A schedule whose stage fails would log all of its actions, which hides the error itself.
+getLogger("torch.distributed.pipelining.schedules").disabled = True
+
+# The number of a micro-batch has this shape and type. "meta" tensors have no values.
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")
+# All types that gloo and NCCL can broadcast and that pickle can copy.
+SENDABLE_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 class Stage(nn.Module):
-    """Consecutive blocks, as a schedule runs them: with one tensor between two stages."""
+    """Consecutive blocks as a schedule runs them: one tensor comes in, and one tensor goes out.
+
+    A schedule cannot pass on the model's inputs and outputs, which may be nested. So it passes the
+    number of a micro-batch to the first stage, which takes the inputs from ``remaining_inputs``
+    instead, and gets a number back from the last stage, which leaves its ``outputs`` for the loss.
+    """
 
     def __init__(self, blocks: nn.Sequential, is_last: bool) -> None:
         super().__init__()
-        self.blocks, self.is_last = blocks, is_last
-        self.inputs: list[Any] = []  # Of all micro-batches, in the first stage, which gets numbers.
-        self.outputs: Any = None  # Of the last micro-batch, in the last stage.
+        self.blocks = blocks
+        self.is_last = is_last
+        self.remaining_inputs: list[Any] = []
+        self.outputs: Any = None
 
-    def forward(self, x: Any) -> Tensor:
-        if self.inputs:
-            x = self.inputs.pop(0)  # They come in order.
-        elif torch.is_grad_enabled():
-            x = x.view_as(x)
-            x.register_hook(Tensor.contiguous)  # Only such gradients can be sent.
-        x = self.blocks(x)
+    def forward(self, inputs: Any) -> Tensor:
+        """Run one micro-batch, and return what the schedule sends to the next stage."""
+        if self.remaining_inputs:
+            # A schedule runs the micro-batches of a stage in their order.
+            inputs = self.remaining_inputs.pop(0)
+        outputs = self.blocks(inputs)
         if self.is_last:
-            self.outputs, x = x, torch.zeros_like(NUMBER, device="cpu")  # For the loss.
-        return x.contiguous()
+            self.outputs = outputs
+            return torch.zeros(1, dtype=torch.int64)
+        # Only contiguous tensors can be sent.
+        return outputs.contiguous()
 
 
 class Outline:
-    """The model without values: each block's stage, and what stages send."""
+    """The model without values: which stage has which block, and what the stages send each other.
 
-    def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
-        wrapped: dict[nn.Module, nn.Module] = {}
+    Every rank has to know the shapes that it receives, but has only the blocks of its own stages.
+    So it builds the model a second time, on the device "meta": there, tensors have a shape and a
+    type, but no memory, and running a block computes only the shape of its output.
+
+    Attributes:
+        stage_of_block: The stage of each block, in the order of blocks.
+        state_names: Names of all parameters and buffers in the model's state dict.
+    """
+
+    def __init__(self, config: ModelConfig, num_stages: int, dtype: torch.dtype) -> None:
+        """Build the model, whose blocks compute in ``dtype``, for a number of stages.
+
+        Raises UserError for a model that cannot be split into so many stages.
+        """
+        self.dtype = dtype
+        self.num_stages = num_stages
+        self.shapes = dict[Any, dict[int, Tensor]]()
+        wrapped_blocks = list[nn.Module]()
+
+        def wrap(block: nn.Module) -> nn.Module:
+            if block not in wrapped_blocks:
+                wrapped_blocks.append(block)
+            return block
+
         with torch.device("meta"):
-            self.model: Any = build_model(config, lambda block: wrapped.setdefault(block, block)).eval()
-        if type(self.model) is not nn.Sequential or [*self.model] != [*wrapped]:
+            model: Any = build_model(config, wrap)
+        if type(model) is not nn.Sequential or list(model) != wrapped_blocks:
             raise UserError("a pipeline needs an nn.Sequential of what build_model wraps")
-        if count > (blocks := len(self.model)):
-            raise UserError(f"{blocks} blocks are too few for {count} stages; use fewer")
-        self.stages, self.dtype = [number * count // blocks for number in range(blocks)], dtype
-        self.names, self.forms = {*self.model.state_dict()}, dict[Any, dict[int, Tensor]]()
-        users = dict[nn.Parameter, str]()
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            other = users.setdefault(parameter, name)
-            if other.split(".")[0] != name.split(".")[0]:
-                raise UserError(f"{name} is also {other} of another block; use a copy")
+        num_blocks = len(model)
+        if num_stages > num_blocks:
+            raise UserError(f"{num_blocks} blocks are too few for {num_stages} stages; use fewer")
+        # Stages have equal numbers of blocks, or numbers that differ by one.
+        self.stage_of_block = [block * num_stages // num_blocks for block in range(num_blocks)]
+        self.state_names = set(model.state_dict())
+        refuse_shared(model)
+        for parameter in model.parameters():
+            # FSDP gathers the parameters of a block in this type.
             parameter.data = parameter.data.to(dtype)
+        # BatchNorm rejects a batch of one sample unless the model is evaluated.
+        self.model = model.eval()
 
     def trace(self, inputs: Any) -> dict[int, Tensor]:
-        """Return what enters each stage, and leaves the last one; one dict for equal shapes."""
-        shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-        if shapes not in self.forms:
-            x, self.forms[shapes] = inputs, {0: NUMBER, 1 + self.stages[-1]: NUMBER}
-            with torch.no_grad(), torch.device("meta"):
-                for stage, block in zip(self.stages, self.model, strict=True):
-                    if stage not in self.forms[shapes]:
-                        self.forms[shapes][stage] = torch.empty(x.shape, dtype=x.dtype, requires_grad=True)
-                    x = tree_map_only(Tensor, lambda t: t.to("meta", self.dtype if t.is_floating_point() else None), x)
-                    x = block(x)  # In the type of FSDP's inputs.
-        return self.forms[shapes]
+        """Return a meta tensor like the one that each stage receives, by the number of the stage.
+
+        The entry after the last stage is like what that stage returns. Inputs of equal shapes get
+        the same dict: a caller sees by ``is`` whether the buffers of a schedule still fit.
+        """
+        input_shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        if input_shapes not in self.shapes:
+            self.shapes[input_shapes] = self.run_blocks(inputs)
+        return self.shapes[input_shapes]
+
+    def run_blocks(self, inputs: Any) -> dict[int, Tensor]:
+        """Run the whole model on the device "meta"; return what ``trace`` does."""
+        received: dict[int, Tensor] = {0: NUMBER, self.num_stages: NUMBER}
+        features = inputs
+        with torch.no_grad(), torch.device("meta"):
+            for stage_index, block in zip(self.stage_of_block, self.model, strict=True):
+                if stage_index not in received:
+                    # A schedule sends gradients back only for what requires them.
+                    received[stage_index] = torch.empty(
+                        features.shape, dtype=features.dtype, requires_grad=True
+                    )
+                features = block(tree_map_only(Tensor, self.to_meta, features))
+        return received
+
+    def to_meta(self, tensor: Tensor) -> Tensor:
+        """Return a meta tensor of the type to which FSDP casts this input of a block."""
+        if tensor.is_floating_point():
+            return tensor.to("meta", self.dtype)
+        return tensor.to("meta")
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Reject a parameter that two blocks have: each block would train its own copy."""
+    first_names = dict[nn.Parameter, str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in first_names:
+            first_names[parameter] = name
+        first_name = first_names[parameter]
+        # A parameter's name begins with the name of its block.
+        if name.split(".")[0] != first_name.split(".")[0]:
+            raise UserError(f"{name} is also {first_name} of another block; use a copy")
+
+
+def prepare_block(block: nn.Module, config: Config) -> nn.Module:
+    """Let a block recompute its activations in backward, and compile it, if the settings say so."""
+    for name, buffer in block.named_buffers():
+        # Loading a checkpoint pickles buffers, which some types do not support, and copies them in
+        # place, which fails for expanded ones.
+        if buffer.dtype not in SENDABLE_DTYPES or not buffer.is_contiguous():
+            raise UserError(
+                f"buffer {name} cannot be sent; make it contiguous, of a type like int32"
+            )
+    if config.train.activation_checkpointing:
+        if any("running_mean" in name for name, _ in block.named_buffers()):
+            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
+            raise UserError(f"{problem}; turn it off")
+        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
+        # wrapper module would do the same, and change the names of parameters.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.train.compile:
+        # The compiled code includes the recomputation, which is a part of forward by now.
+        block.compile()
+    return block
+
+
+def gather_state_dict(
+    module: nn.Module, optimizer: Optimizer, process: Process, ranks_per_stage: int
+) -> dict[str, Any]:
+    """Return weights and optimizer state of all stages, by name, on rank 0's CPU.
+
+    A collective; ``module`` holds the shards of this rank. What other ranks return is incomplete.
+    """
+    model_state, optimizer_state = dsd.get_state_dict(module, optimizer)
+    # The ranks that share a stage are consecutive; only the first of them keeps whole tensors.
+    is_first_of_stage = process.rank % ranks_per_stage == 0
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        if isinstance(tensor, DTensor):
+            # This is a collective: all ranks that have shards of the tensor call it.
+            tensor = tensor.full_tensor()
+        return tensor.cpu() if is_first_of_stage else None
+
+    states: list[Any] = tree_map_only(Tensor, gather, [model_state, optimizer_state["state"]])
+    for source in range(ranks_per_stage, process.world_size, ranks_per_stage):
+        if process.rank == source:
+            dist.send_object_list(states, 0, process.cpu_group)
+        elif process.rank == 0:
+            received_states: list[Any] = [None, None]
+            dist.recv_object_list(received_states, source, process.cpu_group)
+            for state, received_state in zip(states, received_states, strict=True):
+                state.update(received_state)
+    return {"model": states[0], "optimizer": {"state": states[1]}}
+
+
+def load_state_dict(
+    module: nn.Module,
+    outline: Outline,
+    process: Process,
+    model: Any,
+    optimizer: Optimizer | None,
+    state: Any,
+) -> None:
+    """Load this rank's part of rank 0's weights and, with an optimizer, of its state.
+
+    A collective; on other ranks, ``model`` is empty and ``state`` is None.
+    """
+    local_names = set(module.state_dict())
+    local_model = dict[str, Any]()
+    local_state = dict[str, Any]()
+    if state is None:
+        state = {}
+    # Only rank 0 has read the checkpoint. The other ranks get one parameter after the other, so
+    # that none of them holds the whole model.
+    for name in process.all_gather(list(model))[0]:
+        entry = [model.get(name), state.get(name)]
+        dist.broadcast_object_list(entry, 0, process.cpu_group)
+        # A name that no stage has stays, so that PyTorch rejects it below.
+        if name in local_names or name not in outline.state_names:
+            local_model[name] = entry[0]
+            if entry[1]:
+                local_state[name] = entry[1]
+    options = dsd.StateDictOptions(full_state_dict=True)
+    dsd.set_model_state_dict(module, local_model, options=options)
+    if optimizer is None or not local_state:
+        return
+    # The parameter groups hold this run's settings, such as the learning rate: they stay.
+    state_dict = dsd.get_optimizer_state_dict(module, optimizer)
+    state_dict["state"] = local_state
+    # A parameter that never had a gradient has no state, which strict loading rejects.
+    options.strict = False
+    dsd.set_optimizer_state_dict(module, optimizer, state_dict, options=options)

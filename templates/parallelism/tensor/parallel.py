@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank holds a shard of each large layer, and computes its part of the layer's output.
+"""Tensor parallelism: every rank holds a shard of each large layer and computes part of its output.
 
 ``plan.py`` lists which layers are sharded, and how. The ranks of a group read the same samples:
 
@@ -6,16 +6,16 @@
                                                                                all-reduce ── y
     rank 1   x ── the other half ─────────────────── the other half ────────────────┘
 
-With several groups, each reads a local batch, and what a rank holds is sharded over them once more, by FSDP2.
+With several groups, each group reads a local batch, and FSDP2 shards what a rank holds once more,
+over the groups.
 """
 
-import re
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
 from logging import getLogger
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,20 +24,41 @@ from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only  # Private; optree has it.
+
+# This module is private; the package optree has the same function.
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch
 from .model import build_model
-from .plan import tensor_plan
+from .plan import is_sharded_by_plan, shard_layers, tensor_plan
 from .sharded import Checkpointer
 
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")  # Nothing changes outputs in place.
-getLogger("torch.distributed.tensor").setLevel("ERROR")  # It warns of saving.
+# FSDP2 warns of blocks that return views, as those do that end with a sharded layer: changing such
+# an output in place would break backward. Nothing here changes a block's output in place.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")
+# Saving gathers a tensor over one dimension of the mesh after the other, and DTensor's logger warns
+# that one message would be faster.
+getLogger("torch.distributed.tensor").setLevel("ERROR")
+
+# All types that gloo and NCCL can broadcast and that pickle can copy.
+SENDABLE_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 class Parallel:
@@ -46,136 +67,216 @@ class Parallel:
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.process, self.device = process, process.device
-        layout, kind = config.parallel, self.device.type
-        blocks, seen = list[nn.Module](), WeakValueDictionary[int, nn.Parameter]()
-        self.dp_size = layout.dp_size(process.world_size)
-        self.replicas = layout.replicas
-        shape = (self.replicas, self.dp_size // self.replicas, process.world_size // self.dp_size)
-        self.dp_rank, rank_in_group = divmod(process.rank, shape[-1])
-        self.is_first = rank_in_group == 0
-        self.dp_group = dist.group.WORLD
-        self.scaler = torch.amp.GradScaler(kind, enabled=False)
+        self.process = process
+        self.device = process.device
+        self.layout = config.parallel
+        self.microbatches = config.train.microbatches
+        self.allow_unused = config.train.allow_unused
+        # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+        # The ranks of a machine have one cache of compiled code, but code for one rank's shard is
+        # wrong for another's: a tag makes the keys differ.
+        torch.compiler.config.cache_key_tag = str(process.rank)
+        mesh = self.build_mesh()
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        # Blocks compute in it; shards stay in fp32.
+        # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard", "tensor"))
-        torch.compiler.config.cache_key_tag = str(process.rank)  # Else shared.
-        group = mesh["tensor"]  # Compiled blocks compare it.
-        data = mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
-        shard = partial(fully_shard, mesh=data, mp_policy=policy)
+        self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
+
+    def build_mesh(self) -> DeviceMesh:
+        """Number the ranks and their groups; returns the mesh over which FSDP shards."""
+        replicas = self.layout.replicas
+        self.dp_size = self.layout.dp_size(self.process.world_size)
+        group_size = self.process.world_size // self.dp_size
+        self.dp_rank, self.tensor_rank = divmod(self.process.rank, group_size)
+        # The ranks of a group have equal statistics, so that averages over all ranks are right.
+        self.dp_group = dist.group.WORLD
+        shape = (replicas, self.dp_size // replicas, group_size)
+        names = ("replicate", "shard", "tensor")
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        self.tensor_mesh = mesh["tensor"]
+        if replicas > 1:
+            return mesh["replicate", "shard"]
+        # FSDP would all-reduce gradients over the dimension of replicas, even with only one.
+        return mesh["shard"]
+
+    def shard_model(self, config: Config, shard: Callable[..., Any]) -> None:
+        """Build the model; shard each block at once, so that no rank holds all weights whole."""
+        blocks = list[nn.Module]()
 
         def wrap(block: nn.Module) -> nn.Module:
-            refuse_shared(block.to(self.device), seen)
-            shard_layers(block, group)
-            blocks.append(prepare_block(block, config))
-            shard(block, reshard_after_forward=layout.reshard_after_forward)
+            block.to(self.device)
+            refuse_shared(block)
+            # The order matters: shard layers, recompute, compile, shard. FSDP gathers weights by
+            # hooks around all of this, so that the recomputation finds them gathered.
+            shard_layers(block, self.tensor_mesh)
+            prepare_block(block, config)
+            shard(block, reshard_after_forward=self.layout.reshard_after_forward)
+            blocks.append(block)
             return block
 
         self.module = build_model(config.model, wrap)
-        for block in blocks:  # Once more: the model may share parameters later.
-            refuse_shared(block, seen)
-        if not any(map(tensor_plan, blocks)):
+        # The model may have let its blocks share parameters after they were wrapped.
+        for block in blocks:
+            refuse_shared(block)
+        if not any(tensor_plan(block) for block in blocks):
             raise UserError("plan.py shards no layer, so ranks would compute the same")
+        # This shards parameters outside of the blocks.
         self.fsdp = shard(self.module)
+        # Backward starts with the last block: freed weights would be gathered again at once.
         self.head = cast(FSDPModule, blocks[-1])
-        self.head.set_reshard_after_forward(False)  # Backward starts with it.
-        self.microbatches, self.allow_unused = config.train.microbatches, config.train.allow_unused
+        self.head.set_reshard_after_forward(False)
 
-    @loss_parallel()  # Sharded logits.
-    def forward_backward(self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]) -> None:
-        """Leave in each parameter the gradient of the mean loss over all micro-batches; a collective."""
-        # A group's ranks draw the same, as dropout of whole activations needs.
+    # F.cross_entropy and its backward accept logits that plan.py keeps sharded over the classes.
+    @loss_parallel()
+    def forward_backward(
+        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+    ) -> None:
+        """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Each micro-batch scatters its gradients: to wait for the last would keep whole ones. Replicas average
-            # theirs once, after the last.
-            self.fsdp.set_requires_all_reduce(number == self.microbatches)
-            self.scaler.scale(mean_loss(self.module(inputs), targets)).backward()
+            # FSDP scatters gradients after every micro-batch: keeping them whole until the last
+            # would take the memory of a whole model. Replicas average shards once, after the last.
+            self.fsdp.set_requires_all_reduce(number == len(microbatches))
+            loss = mean_loss(self.module(inputs), targets)
+            self.scaler.scale(loss).backward()
         if self.allow_unused:
             self.compare_used()
 
     def compare_used(self) -> None:
-        """Reject parameters with a gradient on some ranks only: FSDP would have added those of others to it."""
-        used = self.process.all_gather({name for name, p in self.module.named_parameters() if p.grad is not None})
-        if names := set.union(*used) - set.intersection(*used):
-            raise UserError(f"only some ranks use {min(names)}; under this strategy, all have to, or none")
+        """Reject parameters that have a gradient only on some ranks; a collective."""
+        # FSDP concatenates the gradients that a rank has, and adds the results up over the ranks:
+        # if one rank lacks a gradient, this adds up gradients of different parameters.
+        used = set[str]()
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                used.add(name)
+        used_by_rank = self.process.all_gather(used)
+        used_by_some = set.union(*used_by_rank) - set.intersection(*used_by_rank)
+        if used_by_some:
+            raise UserError(
+                f"only some ranks use {min(used_by_some)}; "
+                "under this strategy, all have to, or none"
+            )
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
+        # Metrics need whole outputs, also if plan.py keeps the logits sharded.
         outputs = tree_map_only(DTensor, DTensor.full_tensor, self.module(inputs))
-        self.head.reshard()  # There is no backward.
-        return outputs if self.is_first else None  # Its group has the same.
+        # No backward follows that would free the last block's weights.
+        self.head.reshard()
+        # The ranks of a group have the same outputs, of the same samples: one of them counts.
+        return outputs if self.tensor_rank == 0 else None
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the norm of the whole model's gradient; returns the norm before."""
-        gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
-        # A group's ranks have equal gradients of what plan.py leaves whole.
-        own = nn.utils.get_total_norm([g.to_local() for g in gradients if self.is_first or is_split(g)])
-        norms = [torch.empty_like(own, device=self.device) for _ in range(dist.get_world_size())]
-        dist.all_gather(norms, own.to(self.device))  # Summed in one order.
-        norm = torch.stack(norms).norm() / self.replicas**0.5
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-        for gradient in gradients:
-            gradient.to_local().mul_(scale)
-        return norm
+        """Clip the norm of the whole model's gradient, and return the norm before."""
+        gradient_shards = list[Tensor]()
+        counted_shards = list[Tensor]()
+        for parameter in self.module.parameters():
+            gradient: Any = parameter.grad
+            if gradient is None:
+                continue
+            gradient_shards.append(gradient.to_local())
+            # A gradient that plan.py does not shard is equal on all tensor ranks: only the first of
+            # them counts it.
+            if self.tensor_rank == 0 or is_sharded_by_plan(gradient):
+                counted_shards.append(gradient.to_local())
+        # The norm of no gradients would be on the CPU.
+        local_norm = nn.utils.get_total_norm(counted_shards).to(self.device)
+        # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
+        # ranks, so all ranks scale their shards by the same bits.
+        norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
+        dist.all_gather(norms, local_norm)
+        # Replicas have equal gradients, and each replica's squares are in the sum.
+        total_norm = torch.stack(norms).norm() / math.sqrt(self.layout.replicas)
+        # PyTorch's clip_grads_with_norm_ fails, because plan.py puts gradients on several meshes.
+        scale = (max_norm / (total_norm + 1e-6)).clamp(max=1)
+        for gradient_shard in gradient_shards:
+            gradient_shard.mul_(scale)
+        return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over ranks with other samples."""
+        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        self.check_copies()
+        # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
-    def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole model's weights, and the optimizer's state by parameter, on rank 0's CPU."""
-        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optim = dsd.get_state_dict(self.module, optimizer, options=options)
-        return {"model": model, "optimizer": {"state": optim.get("state", {})}}  # On other ranks, there is none.
+    def check_copies(self) -> None:
+        """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart.
 
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None = None, state: Any = None) -> None:
-        """Load rank 0's weights of the whole model, and the optimizer's state if given."""
+        A copy that works on a shard of the features gets the gradient of this shard alone. Kernels
+        that add up in no fixed order, which train.exact excludes, are another cause.
+        """
+        norms = dict[tuple[int, str], float]()
+        for name, parameter in self.module.named_parameters():
+            if not is_sharded_by_plan(parameter):
+                shard: Any = parameter
+                norms[self.dp_rank, name] = shard.to_local().norm().item()
+        for other_norms in self.process.all_gather(norms):
+            for (dp_rank, name), other_norm in other_norms.items():
+                # Ranks with another dp_rank hold other shards, which cannot be compared.
+                norm = norms.get((dp_rank, name), other_norm)
+                if norm > 1.0001 * other_norm:
+                    advice = "plan it in plan.py, or set train.exact"
+                    raise UserError(f"copies of {name} drift apart; {advice}")
+
+    def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
+        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
+        # PyTorch leaves out the key "state" on other ranks.
+        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
+
+    def load_full_state_dict(
+        self, model: Any, optimizer: Optimizer | None = None, state: Any = None
+    ) -> None:
+        """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         dsd.set_model_state_dict(self.module, model, options=options)
-        options.strict = False  # A parameter that never had a gradient has no state.
-        if optimizer and (own := dsd.get_optimizer_state_dict(self.module, optimizer))["state"]:  # Plain SGD has none.
-            dsd.set_optimizer_state_dict(self.module, optimizer, {**own, "state": state or {}}, options=options)
+        if optimizer is None:
+            return
+        # The parameter groups stay: they hold this run's settings, such as the learning rate.
+        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
+        if not state_dict["state"]:
+            # Plain SGD has none, and PyTorch fails if there is nothing to broadcast.
+            return
+        state_dict["state"] = {} if state is None else state
+        # A parameter that never had a gradient has no state, which strict loading rejects.
+        options.strict = False
+        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
 
 
-def shard_layers(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a block's layers over a group of ranks, by its plan; rejects weights that layers share."""
-    names, plan = {name for name, _ in block.named_parameters()}, tensor_plan(block) if mesh.size() > 1 else {}
-    if len(plan) > 1 and any("Dropout" in type(each).__name__ and getattr(each, "p", 1) for each in block.modules()):
-        raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")
-    # All ranks drew the same, so each keeps its shard.
-    parallelize_module(block, mesh, plan, src_data_rank=None)
-    for name, _ in block.named_parameters():
-        if name not in names:
-            raise UserError(f"{name} is shared, and plan.py shards it; use a copy")
-
-
-def is_split(p: Any) -> bool:
-    """Return whether ``plan.py`` shards a parameter, or what is its gradient."""
-    return "tensor" in p.device_mesh.mesh_dim_names and not p.placements[-1].is_replicate()
-
-
-def refuse_shared(block: nn.Module, seen: WeakValueDictionary[int, nn.Parameter]) -> None:
-    """Reject a parameter that was ``seen`` in another block: two copies of it would be trained."""
+def refuse_shared(block: nn.Module) -> None:
+    """Reject a parameter that another block has, too: each block would train its own copy."""
+    parameter: Any
     for name, parameter in block.named_parameters():
-        if seen.get(id(parameter)) is parameter:
-            raise UserError(f"{name} of the {type(block).__name__} is shared with another block; use a copy")
-        seen[id(parameter)] = parameter
+        if hasattr(parameter, "is_in_a_block"):
+            raise UserError(
+                f"{name} of the {type(block).__name__} is shared with another block; use a copy"
+            )
+        # The mark disappears with the parameter, for example when a shard replaces it.
+        parameter.is_in_a_block = True
 
 
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
-        if not buffer.is_contiguous() or re.search(r"int16|uint[36]|float[48]|complex32", str(buffer.dtype)):
-            raise UserError(f"buffer {name} cannot be sent; make it contiguous, of a type like int32")
+        # Loading a checkpoint broadcasts buffers, element by element in the order of their memory.
+        if buffer.dtype not in SENDABLE_DTYPES or not buffer.is_contiguous():
+            raise UserError(
+                f"buffer {name} cannot be sent; make it contiguous, of a type like int32"
+            )
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            raise UserError("train.activation_checkpointing updates BatchNorm's statistics twice; turn it off")
+            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
+            raise UserError(f"{problem}; turn it off")
+        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
+        # wrapper module would do the same, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
+        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

@@ -6,5 +6,4 @@ def measure(self) -> dict[str, np.ndarray]:
         numbers, _ = to_device(batch, self.parallel.device)
         for name, values in self.task.play(self.parallel.predict, numbers).items():
             collected.setdefault(name, []).append(values)
-    indices = np.array(self.indices, dtype=np.int64)
-    return {"index": indices} | {name: torch.cat(v)[: len(indices)].numpy() for name, v in collected.items()}
+    return self.to_numpy(collected)

@@ -1,8 +1,11 @@
 """The model: an actor and a critic side by side, as a sequence of named blocks.
 
-A block takes and returns one tensor, so the sequence can be split, sharded or recomputed between any two blocks.
+A block takes and returns one tensor, so a strategy can split the sequence between any two blocks,
+and shard or recompute each of them.
 
-    observations (4,) ── hidden0 ── (2, 64) features ── hidden1 ── ... ── head ── logits of actions, and the value (3,)
+    observations (4,) ── hidden0 ── features (2, 64) ── hidden1 ── ... ── head ── outputs (3,)
+
+The outputs are a logit of each action, and the critic's value.
 """
 
 import math
@@ -16,9 +19,10 @@ from .config import ModelConfig
 
 
 class Layer(nn.Module):
-    """A hidden layer of the actor and one of the critic, which share nothing: to (..., 2, outputs) features.
+    """A hidden layer of the actor and one of the critic, which share no weights.
 
-    The first layer takes (..., inputs) observations, the others (..., 2, inputs) features.
+    The first maps (..., inputs) observations to (..., 2, outputs) features, the others map
+    (..., 2, inputs) features to (..., 2, outputs) features.
     """
 
     def __init__(self, inputs: int, outputs: int, is_first: bool) -> None:
@@ -27,18 +31,25 @@ class Layer(nn.Module):
         self.actor = linear(inputs, outputs, gain=math.sqrt(2))
         self.critic = linear(inputs, outputs, gain=math.sqrt(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for_actor, for_critic = (x, x) if self.is_first else x.unbind(dim=-2)
-        # tanh has no kink, so that rounding differences under another split do not grow from step to step.
-        return torch.stack([self.actor(for_actor), self.critic(for_critic)], dim=-2).tanh()
+    def forward(self, features: Tensor) -> Tensor:
+        if self.is_first:
+            # Actor and critic see the same observations.
+            for_actor = features
+            for_critic = features
+        else:
+            for_actor, for_critic = features.unbind(dim=-2)
+        hidden = torch.stack([self.actor(for_actor), self.critic(for_critic)], dim=-2)
+        # tanh has no kink, so rounding differences between numbers of ranks do not grow from step
+        # to step.
+        return hidden.tanh()
 
 
 class Head(nn.Module):
-    """Maps (..., 2, width) features to (..., actions + 1): a logit of each action, and the value."""
+    """Maps (..., 2, width) features to (..., actions + 1) outputs: logits, and the value."""
 
     def __init__(self, width: int, actions: int) -> None:
         super().__init__()
-        # Small weights: at first, all actions are about equally likely.
+        # Small weights make all actions about equally likely at first.
         self.policy = linear(width, actions, gain=0.01)
         self.value = linear(width, 1, gain=1.0)
 
@@ -48,22 +59,27 @@ class Head(nn.Module):
 
 
 def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    """Build a linear layer with orthogonal weights and without bias at first (Andrychowicz et al. 2021)."""
+    """Build a linear layer with orthogonal weights and a bias of 0 (Andrychowicz et al. 2021)."""
     layer = nn.Linear(inputs, outputs)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
+def build_model(
+    config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block
+) -> nn.Sequential:
     """Build the model on the CPU, with weights drawn from PyTorch's global generator.
 
-    Pass each block through ``wrap`` as soon as it is built, so that a strategy can compile, shard or drop it there.
+    Pass each block through ``wrap`` as soon as it is built: a strategy compiles, shards or drops it
+    there, so that a rank need not hold the whole model.
     """
-    observations, actions = config.sizes()
-    blocks: OrderedDict[str, nn.Module] = OrderedDict()
-    for i in range(config.depth):
-        inputs = config.width if i else observations
-        blocks[f"hidden{i}"] = wrap(Layer(inputs, config.width, is_first=i == 0))
-    blocks["head"] = wrap(Head(config.width, actions))
+    observation_size, num_actions = config.sizes()
+    # Names of blocks begin the names of parameters in checkpoints.
+    blocks = OrderedDict[str, nn.Module]()
+    for number in range(config.depth):
+        is_first = number == 0
+        inputs = observation_size if is_first else config.width
+        blocks[f"hidden{number}"] = wrap(Layer(inputs, config.width, is_first))
+    blocks["head"] = wrap(Head(config.width, num_actions))
     return nn.Sequential(blocks)

@@ -1,9 +1,11 @@
-"""A plain training loop, in one process and one environment at a time, from which no run must differ.
+"""A plain training loop, from which no run must differ: one process, one environment at a time.
 
-It is written from the documented rules with nothing but PyTorch and Gymnasium. Of the package it uses only the model.
+It is written from the documented rules with nothing but PyTorch and Gymnasium. Of the package it
+uses only the model.
 """
 
 import math
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -15,87 +17,118 @@ from torch import Tensor, nn
 from support import module
 
 Records = list[dict[str, float]]
+Tensors = dict[str, Tensor]
 
 
 def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
-    """Train for a number of steps; returns what a run has to log of each, and the final weights."""
+    """Train; returns what a run has to log of each step, and the final weights."""
     torch.manual_seed(config.run.seed)
-    model, optim, settings, records = module("model").build_model(config.model), config.optim, config.dataset, []
-    parameters, updates = list(model.parameters()), 0
-    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    model = module("model").build_model(config.model)
+    parameters = list(model.parameters())
+    moments = [(torch.zeros_like(value), torch.zeros_like(value)) for value in parameters]
+    records = []
+    num_updates = 0
     for step in range(steps):
-        lr, losses, norms = learning_rate(step, config.train.epochs, optim), [], []
-        experience = [act(model, config, step, number) for number in range(config.data.global_batch_size)]
-        columns = [torch.stack(part) for part in zip(*experience, strict=True)]
-        columns[3] = (columns[3] - columns[3].mean()) / columns[3].std(correction=0)
-        for number in range(settings.passes):
-            generator = torch.Generator().manual_seed(hashed(config.run.seed, "pass", step, number))
-            order = torch.randperm(settings.steps, generator=generator)
-            for some in (order[part :: settings.minibatches] for part in range(settings.minibatches)):
-                loss = loss_of(model, config, *(column[:, some] for column in columns))
-                gradients, updates = torch.autograd.grad(loss, parameters), updates + 1
-                norms.append(math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)))
-                scale = min(1.0, config.train.clip_grad_norm / norms[-1])
-                for p, gradient, state in zip(parameters, gradients, moments, strict=True):
-                    adamw(p, gradient * scale, state, updates, lr, optim)
-                losses.append(loss.item())
-        records.append({"step": step + 1, "loss": np.mean(losses), "lr": lr, "grad_norm": np.mean(norms)})
+        lr = learning_rate(step, config.train.epochs, config.optim)
+        losses = []
+        norms = []
+        for minibatch in minibatches(model, config, step):
+            loss = loss_of(model, config, minibatch)
+            num_updates += 1
+            norms.append(update(parameters, loss, moments, num_updates, lr, config))
+            losses.append(loss.item())
+        means = {"loss": np.mean(losses), "grad_norm": np.mean(norms)}
+        records.append({"step": step + 1, "lr": lr, **means})
     return records, model.state_dict()
 
 
+def minibatches(model: nn.Module, config: Any, step: int) -> Iterator[Tensors]:
+    """Let the model act, and yield tensors by name, of shape (environments, chosen steps, ...)."""
+    settings = config.dataset
+    numbers = range(config.data.global_batch_size)
+    acted = [act(model, config, step, number) for number in numbers]
+    experience = {name: torch.stack([tensors[name] for tensors in acted]) for name in acted[0]}
+    advantage = experience["advantage"]
+    experience["advantage"] = (advantage - advantage.mean()) / advantage.std(correction=0)
+    for number in range(settings.passes):
+        generator = torch.Generator().manual_seed(hashed(config.run.seed, "pass", step, number))
+        order = torch.randperm(settings.steps, generator=generator)
+        for first in range(settings.minibatches):
+            chosen = order[first :: settings.minibatches]
+            yield {name: values[:, chosen] for name, values in experience.items()}
+
+
 @torch.no_grad()
-def act(model: nn.Module, config: Any, step: int, number: int) -> list[Tensor]:
-    """Return observations, actions, their log probabilities, advantages and returns of the steps in one environment."""
-    settings, seed = config.dataset, config.run.seed
-    episode, ended, rows = 0, True, []
+def act(model: nn.Module, config: Any, step: int, number: int) -> Tensors:
+    """Act in one environment; returns tensors by name, of shape (steps, ...)."""
+    seed = config.run.seed
     environment = gymnasium.make(config.model.environment)
     generator = torch.Generator().manual_seed(hashed(seed, "act", step, number))
-    for uniform in torch.rand(settings.steps, generator=generator):
-        if ended:
+    rows: list[dict[str, Any]] = []
+    episode = 0
+    has_ended = True
+    for uniform in torch.rand(config.dataset.steps, generator=generator):
+        if has_ended:
             seen, _ = environment.reset(seed=hashed(seed, "collect", step, number, episode))
             episode += 1
         *logits, value = model(torch.tensor(seen))
         log_probs = torch.stack(logits).log_softmax(dim=0)
-        ends = log_probs.exp().cumsum(dim=0)[:-1]
-        action = next((i for i, end in enumerate(ends) if uniform < end), len(ends))
-        reached, reward, terminated, truncated, _ = environment.step(action)
-        after, ended = 0.0 if terminated else float(model(torch.tensor(reached))[-1]), terminated or truncated
-        rows.append((torch.tensor(seen), torch.tensor(action), log_probs[action], value, float(reward), after, ended))
-        seen = reached
-    advantage, found = torch.tensor(0.0), []
-    for seen, action, log_prob, value, reward, after, ended in reversed(rows):
-        decay = 0 if ended else settings.discount * settings.gae_lambda
-        advantage = (1 - settings.discount) * reward + settings.discount * after - value + decay * advantage
-        found.insert(0, (seen, action, log_prob, advantage, advantage + value))
-    return [torch.stack(column) for column in zip(*found, strict=True)]
+        # The action is the one in whose part of the cumulative distribution the number lies.
+        limits = log_probs.exp().cumsum(dim=0)[:-1]
+        action = 0
+        while action < len(limits) and uniform >= limits[action]:
+            action += 1
+        row = {"seen": torch.tensor(seen), "action": torch.tensor(action), "value": value}
+        seen, reward, terminated, truncated, _ = environment.step(action)
+        next_value = 0.0 if terminated else float(model(torch.tensor(seen))[-1])
+        has_ended = terminated or truncated
+        row |= {"log_prob": log_probs[action], "reward": float(reward)}
+        rows.append(row | {"next_value": next_value, "has_ended": has_ended})
+    add_advantages(rows, config.dataset)
+    names = ("seen", "action", "log_prob", "advantage", "return")
+    return {name: torch.stack([row[name] for row in rows]) for name in names}
 
 
-def loss_of(model: nn.Module, config: Any, seen: Tensor, action: Tensor, before: Tensor, *target: Tensor) -> Tensor:
-    """Return the mean loss of proximal policy optimization (Schulman et al. 2017, equations 7 and 9)."""
-    *logits, value = model(seen).unbind(dim=-1)
-    policy, clip = torch.distributions.Categorical(logits=torch.stack(logits, dim=-1)), config.dataset.clip
-    ratio, (advantage, gain) = (policy.log_prob(action) - before).exp(), target
+def add_advantages(rows: list[dict[str, Any]], settings: Any) -> None:
+    """Add the advantages and returns (Schulman et al. 2016, arXiv:1506.02438, equation 16)."""
+    advantage = torch.tensor(0.0)
+    for row in reversed(rows):
+        target = (1 - settings.discount) * row["reward"] + settings.discount * row["next_value"]
+        decay = 0 if row["has_ended"] else settings.discount * settings.gae_lambda
+        advantage = target - row["value"] + decay * advantage
+        row["advantage"] = advantage
+        row["return"] = advantage + row["value"]
+
+
+def loss_of(model: nn.Module, config: Any, experience: Tensors) -> Tensor:
+    """Return the mean loss of PPO (Schulman et al. 2017, equations 7 and 9)."""
+    clip = config.dataset.clip
+    advantage = experience["advantage"]
+    *logits, value = model(experience["seen"]).unbind(dim=-1)
+    policy = torch.distributions.Categorical(logits=torch.stack(logits, dim=-1))
+    ratio = (policy.log_prob(experience["action"]) - experience["log_prob"]).exp()
     surrogate = torch.minimum(ratio * advantage, ratio.clip(1 - clip, 1 + clip) * advantage)
-    return (0.5 * (value - gain) ** 2 - surrogate - config.dataset.entropy_weight * policy.entropy()).mean()
+    value_loss = 0.5 * (value - experience["return"]) ** 2
+    return (value_loss - surrogate - config.dataset.entropy_weight * policy.entropy()).mean()
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, config: Any, first: int) -> dict[str, float]:
-    """Return the metrics of a model, from 100 episodes that are played one after another, from number ``first`` on."""
-    environment, played = gymnasium.make(config.model.environment), []
+    """Play 100 episodes, one after another, from number ``first`` on; returns their metrics."""
+    environment = gymnasium.make(config.model.environment)
+    returns = []
+    lengths = []
     for number in range(first, first + 100):
         seen, _ = environment.reset(seed=hashed("play", number, 0))
-        rewards, ended = [], False
-        while not ended:
+        rewards = []
+        has_ended = False
+        while not has_ended:
             action = int(model(torch.tensor(seen))[:-1].argmax())
             seen, reward, terminated, truncated, _ = environment.step(action)
-            rewards, ended = [*rewards, float(reward)], terminated or truncated
-        played.append((sum(rewards), len(rewards)))
-    returns, lengths = np.array(played).T
-    extremes = {"min_return": returns.min(), "max_return": returns.max()}
-    return {"num_samples": 100, "mean_return": returns.mean(), **extremes, "mean_length": lengths.mean()}
-
-
-def hashed(*key: int | str) -> int:
-    """Return a seed for a key."""
-    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+            rewards.append(float(reward))
+            has_ended = terminated or truncated
+        returns.append(sum(rewards))
+        lengths.append(len(rewards))
+    extremes = {"min_return": min(returns), "max_return": max(returns)}
+    means = {"mean_return": np.mean(returns), "mean_length": np.mean(lengths)}
+    return {"num_samples": 100, **extremes, **means}

@@ -1,2 +1,3 @@
-*"--data.global_batch_size 8 --dataset.steps 24 --dataset.passes 2 --dataset.minibatches 3".split(),
-*"--dataset.entropy_weight 0.3 --model.width 16 --dataset.clip 0.01 --train.epochs 22".split(),
+*"--data.global_batch_size 8 --train.epochs 22 --model.width 16 --dataset.steps 24".split(),
+*"--dataset.passes 2 --dataset.minibatches 3".split(),
+*"--dataset.entropy_weight 0.3 --dataset.clip 0.01".split(),

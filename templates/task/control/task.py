@@ -12,78 +12,123 @@ from .config import Config
 from .dataset import Policy, collect, minibatches, play
 from .distributed import Process
 
-VALUE_WEIGHT = 0.5  # Of the critic's squared error in the loss.
+VALUE_WEIGHT = 0.5  # The weight of the critic's squared error in the loss.
 
 
 class Task:
-    """The losses and metrics of an experiment; each rank builds one."""
+    """The losses and metrics of the experiment; each rank builds one."""
 
-    best_metric, higher_is_better = "mean_return", True  # They select the best checkpoint.
+    # The best checkpoint is chosen by this metric of the validation episodes.
+    best_metric = "mean_return"
+    higher_is_better = True
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
 
     def policy(self, predict: Callable[[Any], Any]) -> Policy:
         """Return the model as a function on the CPU, where the environments are."""
         return lambda observations: predict(observations.to(self.device)).float().cpu()
 
-    def learn(self, predict: Callable[[Any], Any], numbers: Tensor, step: int, process: Process) -> Iterator[Any]:
-        """Let the policy act in environments, and yield local batches to train it with; a collective."""
+    def learn(
+        self, predict: Callable[[Any], Any], numbers: Tensor, step: int, process: Process
+    ) -> Iterator[Any]:
+        """Let the policy act in environments, and yield batches to train it with; a collective.
+
+        Args:
+            predict: Maps observations to logits and values, on the model's device.
+            numbers: The numbers of this rank's environments.
+            step: How many steps of training came before.
+            process: This rank, which normalizes advantages together with the others.
+        """
         experience = collect(self.policy(predict), numbers.tolist(), step, self.config)
         experience["advantage"] = normalize(experience["advantage"], process)
-        yield from minibatches({name: part.to(self.device) for name, part in experience.items()}, step, self.config)
+        on_device = {name: values.to(self.device) for name, values in experience.items()}
+        yield from minibatches(on_device, step, self.config)
 
     def play(self, predict: Callable[[Any], Any], numbers: Tensor) -> dict[str, Tensor]:
-        """Play episodes of an evaluation; returns the metrics of each."""
+        """Play episodes of an evaluation, given by number; returns the metrics of each."""
         return play(self.policy(predict), numbers.tolist(), self.config)
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return sums over the steps of a micro-batch, by name; ``loss`` is minimized, and all are logged.
+        """Return sums over the steps of a micro-batch, by name.
 
-        They are those of Schulman et al. 2017 (arXiv:1707.06347, equations 7 and 9). ``kl`` estimates how far the
-        policy is from the one that acted (Schulman 2020, k3), and ``clip_fraction`` counts clipped ratios.
+        ``loss`` is minimized; all of them are logged, divided by ``weight``. ``kl`` estimates how
+        far the policy is from the one that acted (Schulman 2020, k3), and ``clip_fraction`` counts
+        clipped ratios. The others are those of Schulman et al. 2017 (arXiv:1707.06347, equations 7
+        and 9).
 
         Args:
-            outputs: Logits and values, of shape (environments, steps, actions + 1).
-            targets: ``action``, ``log_prob``, ``advantage`` and ``return``, of shape (environments, steps).
+            outputs: Logits and values, of shape (environments, time, actions + 1).
+            targets: ``action``, ``log_prob``, ``advantage`` and ``return``, of shape
+                (environments, time).
         """
-        settings, outputs, advantage = self.config.dataset, outputs.float(), targets["advantage"]
+        settings = self.config.dataset
+        # Losses are computed in fp32, even if the model computes in bf16 or fp16.
+        outputs = outputs.float()
+        advantage = targets["advantage"]
         log_probs = outputs[..., :-1].log_softmax(dim=-1)
-        log_ratio = log_probs.gather(-1, targets["action"][..., None])[..., 0] - targets["log_prob"]
+        log_prob = log_probs.gather(-1, targets["action"][..., None])[..., 0]
+        log_ratio = log_prob - targets["log_prob"]
         ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
-        policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).sum()
+        clipped_ratio = ratio.clamp(1 - settings.clip, 1 + settings.clip)
+        # The minimum stops the gradient of an action whose probability has already changed by the
+        # ratio `clip` in the direction of its advantage.
+        policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).sum()
         value_loss = (outputs[..., -1] - targets["return"]).square().sum()
         entropy = -(log_probs.exp() * log_probs).sum()
+        weighted_entropy = settings.entropy_weight * entropy
         return {
-            "loss": policy_loss + VALUE_WEIGHT * value_loss - settings.entropy_weight * entropy,
+            "loss": policy_loss + VALUE_WEIGHT * value_loss - weighted_entropy,
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
+            # expm1 is accurate where the policy has hardly changed: log_ratio is near 0 there.
             "kl": (log_ratio.expm1() - log_ratio).sum(),
-            "clip_fraction": (clipped != ratio).sum().float(),
+            "clip_fraction": (clipped_ratio != ratio).sum().float(),
         }
 
     def weight(self, targets: Any) -> int | Tensor:
-        """Return what the losses of a local batch are divided by for their mean: its number of steps."""
+        """Return what the losses of a local batch are divided by: its number of steps."""
         return targets["action"].numel()
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the metrics of all episodes: a return is the sum of an episode's rewards, without discount."""
-        returns, lengths = metrics["return"].astype(np.float64), metrics["length"].astype(np.float64)
-        extremes = {"min_return": returns.min(), "max_return": returns.max()}
-        return {"mean_return": returns.mean(), **extremes, "mean_length": lengths.mean()}
+        """Return the metrics of all episodes.
+
+        The return of an episode is the sum of its rewards, without discount.
+        """
+        returns = metrics["return"].astype(np.float64)
+        lengths = metrics["length"].astype(np.float64)
+        return {
+            "mean_return": returns.mean(),
+            "min_return": returns.min(),
+            "max_return": returns.max(),
+            "mean_length": lengths.mean(),
+        }
 
     def throughput(self, samples_per_second: float) -> dict[str, float]:
-        """Return what a record of training also has to say about its speed."""
+        """Return further numbers on speed for the log."""
         return {"environment_steps_per_second": samples_per_second * self.config.dataset.steps}
 
 
 def normalize(values: Tensor, process: Process) -> Tensor:
-    """Return values with a mean of 0 and a standard deviation of 1 over all ranks; a collective."""
+    """Shift and scale values to a mean of 0 and a standard deviation of 1 over all ranks.
+
+    This is a collective.
+    """
+    # float64 limits rounding errors: the variance below is the difference of two large numbers.
     values = values.double()
-    sums = process.all_gather((values.numel(), values.sum().item(), values.square().sum().item()))
-    count, total, squares = (sum(column) for column in zip(*sums, strict=True))
+    local_sums = (values.numel(), values.sum().item(), values.square().sum().item())
+    count = 0
+    total = 0.0
+    total_of_squares = 0.0
+    # All ranks add in the same order, so that they get the same bits.
+    for rank_count, rank_total, rank_total_of_squares in process.all_gather(local_sums):
+        count += rank_count
+        total += rank_total
+        total_of_squares += rank_total_of_squares
     mean = total / count
-    deviation = math.sqrt(max(0.0, squares / count - mean**2))
-    return ((values - mean) / (deviation + 1e-8)).float()
+    # Rounding may leave less than 0 of a variance of 0.
+    variance = max(0.0, total_of_squares / count - mean**2)
+    normalized = (values - mean) / (math.sqrt(variance) + 1e-8)
+    return normalized.float()

@@ -3,27 +3,33 @@ class DatasetConfig:
     """UCI's optical digits: 1,797 images of 8x8 pixels, shipped with the package."""
 
     max_shift: int = 0
-    """Augmentation: shift each training image by up to this many pixels in each direction, at random."""
+    """Augmentation: shift each training image at random, by up to this many pixels."""
 
-    def check(self, *_: object) -> None:
+    def check(self, config: "Config", world_size: int) -> None:
         """Reject shifts that move an image out of view."""
         if self.max_shift >= 8:
-            raise UserError(f"dataset.max_shift is {self.max_shift}; give 0 to 7, for images of 8x8 pixels")
+            raise UserError(
+                f"dataset.max_shift is {self.max_shift}; give 0 to 7, for images of 8x8 pixels"
+            )
 
 
 @dataclass
 class ModelConfig:
     """A small ResNet."""
 
-    groups = 8  # Of GroupNorm.
+    # GroupNorm normalizes the channels in this many groups. Without a type, it is not a setting.
+    groups = 8
     width: int = 16
-    """Channels of the first half, a multiple of 8; the second half has twice as many."""
+    """Number of channels in the first half, a multiple of 8; the second half has twice as many."""
     depth: int = 2
-    """Residual blocks in each half."""
+    """Number of residual blocks in each half."""
     weights: str | None = field(default=None, metadata={"file": True})
-    """A file of weights that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
+    """File that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""
 
-    def check(self, *_: object) -> None:
+    def check(self, config: "Config", world_size: int) -> None:
         """Reject a width that is not a multiple of GroupNorm's groups."""
         if self.width % self.groups:
-            raise UserError(f"model.width is {self.width}; give a multiple of {self.groups}, the groups of GroupNorm")
+            raise UserError(
+                f"model.width is {self.width}; "
+                f"give a multiple of {self.groups}, the groups of GroupNorm"
+            )

@@ -1,4 +1,4 @@
-"""The data: UCI's optical digits, 1,797 real images; ``digits.md`` names their source and license."""
+"""The data: UCI's optical digits, 1,797 images; ``digits.md`` names their source and license."""
 
 import random
 from pathlib import Path
@@ -12,17 +12,27 @@ from torch.utils.data import Dataset, Subset, default_collate
 from .config import Config
 
 VALIDATION = 237  # Images of the training set that are kept for validation.
-collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.
+
+# The loader turns a list of samples into a batch by this function: a pair (inputs, targets).
+collate_fn = default_collate
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Images of ``train`` or ``test``, each with its label: float32 of shape (1, 8, 8) from 0 to 1, and int64."""
+    """The images of ``train`` or ``test``, with their labels.
+
+    An image is float32 of shape (1, 8, 8), with values from 0 to 1; a label is int64, without
+    dimensions.
+    """
 
     def __init__(self, split: str, max_shift: int = 0) -> None:
         with np.load(Path(__file__).with_name("digits.npz")) as arrays:
-            images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
-        margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))  # A shifted image is a crop.
-        self.images = torch.from_numpy(np.pad(images.astype(np.float32) / 16, margin))
+            images = arrays[f"{split}_images"]
+            labels = arrays[f"{split}_labels"]
+        # Pixels in the file are integers from 0 to 16.
+        pixels = images.astype(np.float32) / 16
+        # A margin of zeros makes any crop of 8x8 pixels a shifted image.
+        margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))
+        self.images = torch.from_numpy(np.pad(pixels, margin))
         self.labels = torch.from_numpy(labels.astype(np.int64))
         self.max_shift = max_shift
 
@@ -30,12 +40,21 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return image ``index``, shifted by random numbers that the loader seeds with (run.seed, epoch, index)."""
-        row, column = (random.randrange(2 * self.max_shift + 1) for _ in range(2)) if self.max_shift else (0, 0)
-        return self.images[index, None, row : row + 8, column : column + 8], self.labels[index]
+        """Return an image, shifted at random by up to ``max_shift`` pixels, and its label."""
+        # The loader seeds `random` with (run.seed, epoch, index) before each sample, so the shift
+        # does not depend on which rank or loader process reads the image.
+        row = random.randrange(2 * self.max_shift + 1)
+        column = random.randrange(2 * self.max_shift + 1)
+        image = self.images[index, None, row : row + 8, column : column + 8]
+        return image, self.labels[index]
 
 
 def build_datasets(config: Config) -> tuple[Any, Any, Any]:
-    """Return the sets for training (augmented), validation and test; random splits draw from ``run.seed``."""
-    order = torch.randperm(len(whole := Digits("train", config.dataset.max_shift))).tolist()
-    return Subset(whole, order[VALIDATION:]), Subset(Digits("train"), order[:VALIDATION]), Digits("test")
+    """Return the sets for training, validation and test, the same on all ranks."""
+    augmented = Digits("train", config.dataset.max_shift)
+    # PyTorch's global generator was seeded with run.seed before, so all ranks draw the same order.
+    order = torch.randperm(len(augmented)).tolist()
+    train_set = Subset(augmented, order[VALIDATION:])
+    # Only training images are shifted.
+    validation_set = Subset(Digits("train"), order[:VALIDATION])
+    return train_set, validation_set, Digits("test")

@@ -1,6 +1,7 @@
 """The model: a small ResNet for 8x8 images, as a sequence of named blocks.
 
-A block takes and returns one tensor, so the sequence can be split, sharded or recomputed between any two blocks.
+A block takes and returns one tensor, so a strategy can split the sequence between any two blocks,
+and shard or recompute each of them.
 """
 
 from collections import OrderedDict
@@ -20,6 +21,8 @@ class Stem(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False)
+        # GroupNorm treats each sample by itself. BatchNorm's statistics would depend on which
+        # samples a rank has, and so on the number of ranks.
         self.norm = nn.GroupNorm(ModelConfig.groups, width)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -27,7 +30,10 @@ class Stem(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions around a shortcut: (batch, inputs, h, w) to (batch, outputs, h, w), halved if widths differ."""
+    """Two convolutions and a shortcut: maps (batch, inputs, h, w) to (batch, outputs, h, w).
+
+    If ``inputs`` and ``outputs`` differ, the output has half the height and width.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -36,14 +42,17 @@ class ResidualBlock(nn.Module):
         self.norm1 = nn.GroupNorm(ModelConfig.groups, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
         self.norm2 = nn.GroupNorm(ModelConfig.groups, outputs)
-        # A block starts as its shortcut (Goyal et al. 2017, section 5.1): early training is smooth, so that rounding
-        # differences under another split do not grow from step to step. SiLU, for the same reason, has no kink.
+        # A block starts as its shortcut (Goyal et al. 2017, section 5.1), and SiLU has no kink:
+        # early training is smooth, so that rounding differences do not grow from step to step.
         nn.init.zeros_(self.norm2.weight)
-        self.shortcut = nn.Conv2d(inputs, outputs, 2, stride=2, bias=False) if stride == 2 else nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride == 2:
+            self.shortcut = nn.Conv2d(inputs, outputs, kernel_size=2, stride=2, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.silu(self.norm1(self.conv1(x)))
-        return F.silu(self.norm2(self.conv2(y)) + self.shortcut(x))
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = F.silu(self.norm1(self.conv1(features)))
+        hidden = self.norm2(self.conv2(hidden))
+        return F.silu(hidden + self.shortcut(features))
 
 
 class Head(nn.Module):
@@ -57,16 +66,22 @@ class Head(nn.Module):
         return self.linear(features.mean(dim=(2, 3)))
 
 
-def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
+def build_model(
+    config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block
+) -> nn.Sequential:
     """Build the model on the CPU, with weights drawn from PyTorch's global generator.
 
-    Each block passes through ``wrap`` when it is built, where a strategy may compile, shard or drop it.
+    Each block passes through ``wrap`` at once, where a strategy compiles, shards or drops it.
     """
-    narrow, wide = config.width, 2 * config.width
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=wrap(Stem(narrow)))
-    for i in range(config.depth):
-        blocks[f"narrow{i}"] = wrap(ResidualBlock(narrow, narrow))
-    for i in range(config.depth):
-        blocks[f"wide{i}"] = wrap(ResidualBlock(wide if i else narrow, wide))
+    narrow = config.width
+    wide = 2 * config.width
+    # Names of blocks begin the names of parameters in checkpoints.
+    blocks = OrderedDict[str, nn.Module]()
+    blocks["stem"] = wrap(Stem(narrow))
+    for number in range(config.depth):
+        blocks[f"narrow{number}"] = wrap(ResidualBlock(narrow, narrow))
+    for number in range(config.depth):
+        inputs = narrow if number == 0 else wide
+        blocks[f"wide{number}"] = wrap(ResidualBlock(inputs, wide))
     blocks["head"] = wrap(Head(wide))
     return nn.Sequential(blocks)

@@ -12,36 +12,52 @@ from .model import CLASSES
 
 
 class Task:
-    """The losses and metrics of an experiment; each rank builds one, and so does the plain loop of the tests."""
+    """The losses and metrics of the experiment; each rank builds one, and so do the tests."""
 
-    best_metric, higher_is_better = "accuracy", True  # They select the best checkpoint.
+    # The best checkpoint is chosen by this metric of the validation set.
+    best_metric = "accuracy"
+    higher_is_better = True
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        """Load what the losses need, such as a teacher: modules are frozen, in eval mode, on ``device``."""
+        """Build what the losses need, such as a teacher, which is then frozen in eval mode."""
 
     def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return a local batch with what is computed once for it, such as a teacher's outputs, without gradients."""
+        """Return a local batch with what is computed for it once, such as a teacher's outputs."""
         return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return sums over a micro-batch, by name, of (batch, classes) logits and labels; ``loss`` is minimized."""
+        """Return sums over a micro-batch, by name; ``loss`` is minimized, and all are logged.
+
+        ``outputs`` are logits of shape (batch, classes), and ``targets`` labels of shape (batch,).
+        """
+        # Losses are computed in fp32, even if the model computes in bf16 or fp16.
         return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
 
     def weight(self, targets: Any) -> int | Tensor:
-        """Return what losses are divided by for their mean: the number of samples; a tensor if local batches differ."""
+        """Return what the losses of a local batch are divided by: its number of samples.
+
+        If that can differ between local batches, as a number of tokens does, return a tensor.
+        """
         return len(targets)
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return the metrics of each sample of a batch, by name: tensors whose first dimension is the batch."""
+        """Return metrics of each sample, by name: tensors whose first dimension is the batch."""
         losses = F.cross_entropy(outputs.float(), targets, reduction="none")
         return {"loss": losses, "prediction": outputs.argmax(dim=1), "target": targets}
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the metrics of a split, from those of its samples in the dataset's order; ``loss`` is in nats."""
-        correct, target = metrics["prediction"] == metrics["target"], metrics["target"]
-        of_class = [correct[target == label].mean() for label in range(CLASSES)]
-        return {"loss": metrics["loss"].mean(dtype=np.float64), "accuracy": correct.mean(), "class_accuracy": of_class}
+        """Return the metrics of a set from those of its samples; ``loss`` is in nats."""
+        target = metrics["target"]
+        correct = metrics["prediction"] == target
+        # A class without samples has an accuracy of NaN, which is logged as null.
+        class_accuracy = [correct[target == label].mean() for label in range(CLASSES)]
+        return {
+            # A sum in float32 would lose digits where a set is large.
+            "loss": metrics["loss"].mean(dtype=np.float64),
+            "accuracy": correct.mean(),
+            "class_accuracy": class_accuracy,
+        }
 
     def throughput(self, samples_per_second: float) -> dict[str, float]:
-        """Return what a record of training also has to say about its speed."""
+        """Return further numbers on speed for the log, such as tokens per second; here, none."""
         return {}

@@ -1,4 +1,4 @@
-"""The data: consecutive windows of a text or of tokens, each with the token that follows every one of its own."""
+"""The data: consecutive windows of a text or of tokens, each with the tokens that follow."""
 
 import json
 import sysconfig
@@ -12,52 +12,94 @@ from torch.utils.data import Dataset, default_collate
 
 from .config import Config, DatasetConfig, UserError
 
-collate_fn = default_collate  # Makes a batch, a pair (inputs, targets), of a list of samples.
+# The loader turns a list of samples into a batch by this function: a pair (inputs, targets).
+collate_fn = default_collate
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows ``(tokens, the token after each)``, int64 of shape (context,); -100 follows the end of a document."""
+    """Windows of one split: pairs of int64 tensors of shape (context,).
+
+    The targets are the tokens after each of the inputs. After the end of a document, the target is
+    -100, which ``F.cross_entropy`` ignores.
+    """
 
     def __init__(self, split: str, config: Config) -> None:
-        self.arguments, self.context, size = (split, config), config.model.context, config.dataset.test_bytes
-        self.end, tokens = describe(config.dataset.path)["end"], read_tokens(config.dataset)
-        parts = {"train": slice(-2 * size), "validation": slice(-2 * size, -size), "test": slice(-size, None)}
-        self.tokens = tokens[parts[split]]
-        if len(self) < 1:
-            raise UserError(f"{len(tokens)} tokens leave no window for the {split} set; change dataset.test_bytes")
+        self.arguments = (split, config)
+        self.context = config.model.context
+        self.end = describe(config.dataset.path)["end"]
+        tokens = read_tokens(config.dataset)
+        test_size = config.dataset.test_bytes
+        # The last tokens are for the test, and as many before them for validation.
+        splits = {
+            "train": tokens[: -2 * test_size],
+            "validation": tokens[-2 * test_size : -test_size],
+            "test": tokens[-test_size:],
+        }
+        self.tokens = splits[split]
+        if len(self) == 0:
+            raise UserError(
+                f"{len(tokens)} tokens leave no window for the {split} set; "
+                "change dataset.test_bytes"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Windows, self.arguments  # A loader process reads the text itself.
+        # Pickle would send all tokens to each loader process; this lets the process read them.
+        return Windows, self.arguments
 
     def __len__(self) -> int:
+        # The last window needs one more token as its last target.
         return max(0, len(self.tokens) - 1) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = index * self.context
-        window = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
-        return window[:-1], window[1:].masked_fill(window[:-1] == self.end, -100)
+        tokens = self.tokens[start : start + self.context + 1]
+        # An embedding takes int64, while a file may hold uint16.
+        window = torch.from_numpy(tokens.astype(np.int64))
+        # Nothing in a document tells how the next one begins, so its first token is no target.
+        targets = window[1:].masked_fill(window[:-1] == self.end, -100)
+        return window[:-1], targets
 
 
 def build_datasets(config: Config) -> tuple[Windows, Windows, Windows]:
-    """Return the sets for training, validation and test, the same on all ranks; the model gets their vocabulary."""
+    """Return the sets for training, validation and test, the same on all ranks."""
+    # The model is built later, from the same settings.
     config.model.vocabulary = describe(config.dataset.path)["vocabulary"]
     return Windows("train", config), Windows("validation", config), Windows("test", config)
 
 
 def describe(path: str | None) -> dict[str, Any]:
-    """Return what the tokens of a file are, as scripts/prepare.py describes them."""
+    """Return a description of the tokens of a file, which scripts/prepare.py wrote beside it.
+
+    Any other file is a text, whose tokens are bytes.
+    """
     if path is None or not path.endswith(".bin"):
-        return {"dtype": "uint8", "vocabulary": 256, "end": -1, "bytes_per_token": 1, "tokenizer": None}  # Bytes.
-    if not (description := Path(path).with_suffix(".json")).exists():
-        raise UserError(f"{path} has no {description} with it; scripts/prepare.py writes both")
-    about = dict(json.loads(description.read_text()))
-    return about | {"tokenizer": about["tokenizer"] and str(description.with_name(about["tokenizer"]))}
+        return {
+            "dtype": "uint8",
+            "vocabulary": 256,
+            "end": -1,  # No token ends a document.
+            "bytes_per_token": 1,
+            "tokenizer": None,
+        }
+    file = Path(path).with_suffix(".json")
+    if not file.exists():
+        raise UserError(f"{path} has no {file} with it; scripts/prepare.py writes both")
+    description = json.loads(file.read_text())
+    if description["tokenizer"]:
+        # The tokenizer lies in the folder of its description, wherever that was moved to.
+        description["tokenizer"] = str(file.with_name(description["tokenizer"]))
+    return description
 
 
 def read_tokens(config: DatasetConfig) -> np.ndarray:
-    """Return the tokens; a file is memory-mapped, so that all processes share its pages."""
+    """Return the tokens of the file, or of Python's standard library."""
     if config.path is not None:
-        return np.memmap(config.path, describe(config.path)["dtype"], mode="r")[: config.max_bytes]
-    # By the end of their names, so that both splits have files of all kinds.
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.name[::-1])
-    return np.frombuffer(b"".join(path.read_bytes() for path in files)[: config.max_bytes or 4_000_000], np.uint8)
+        # All processes of a machine share the memory of a memory-mapped file.
+        tokens = np.memmap(config.path, describe(config.path)["dtype"], mode="r")
+        return tokens[: config.max_bytes]
+    library = Path(sysconfig.get_path("stdlib"))
+    # Files are sorted by their reversed names, so that similar ones (test_a.py, test_b.py) are
+    # spread over all splits.
+    files = sorted(library.glob("*.py"), key=lambda path: path.name[::-1])
+    text = b"".join(path.read_bytes() for path in files)
+    max_bytes = config.max_bytes or 4_000_000
+    return np.frombuffer(text[:max_bytes], np.uint8)

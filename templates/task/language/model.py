@@ -1,6 +1,7 @@
 """The model: a GPT over bytes or tokens (Radford et al. 2019), as a sequence of named blocks.
 
-A block takes and returns one tensor, so the sequence can be split, sharded or recomputed between any two blocks.
+A block takes and returns one tensor, so a strategy can split the sequence between any two blocks,
+and shard or recompute each of them.
 """
 
 from collections import OrderedDict
@@ -14,25 +15,31 @@ from .config import ModelConfig
 
 
 class Embedding(nn.Module):
-    """Maps (batch, time) tokens, int64, to (batch, time, width) features: the sum of token and position embeddings."""
+    """Maps (batch, time) tokens, int64, to (batch, time, width) features.
+
+    A feature is the sum of the embeddings of the token and of its position.
+    """
 
     def __init__(self, vocabulary: int, width: int, context: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        # Large compared with the optimizer's first steps: the first LayerNorm divides rounding errors by this scale.
-        for table in (self.byte, self.position):
-            nn.init.normal_(table.weight, std=0.1)
+        # The first LayerNorm divides by the scale of these features, rounding errors included. So
+        # the scale is large compared with the optimizer's first steps.
+        nn.init.normal_(self.byte.weight, std=0.1)
+        nn.init.normal_(self.position.weight, std=0.1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.byte(inputs) + self.position.weight[: inputs.shape[1]]
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each with a shortcut: (batch, time, width) to itself.
+    """Causal self-attention, then a two-layer perceptron, each with a shortcut.
 
-    The rows of ``qkv`` are ordered by head, then by query, key and value. So a contiguous shard of them is whole heads,
-    and the block computes as many heads as it has rows for.
+    Maps (batch, time, width) features to features of the same shape.
+
+    The rows of ``qkv`` are ordered by head, then by query, key and value. So a contiguous shard of
+    them is whole heads, and a rank that has only some rows computes those heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -40,25 +47,39 @@ class Block(nn.Module):
         self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = linear(width, 3 * width)
-        # So that rounding differences of another split do not grow from step to step, a block starts as its shortcut,
-        # GELU has no kink, and keys have no bias: its gradient is rounding errors, which AdamW amplifies to full steps.
+        # A block starts as its shortcut, so that rounding differences between numbers of ranks do
+        # not grow from step to step. Two more choices serve this: GELU has no kink, and keys have
+        # no bias, whose gradient would be rounding errors, which AdamW scales up to full steps.
         self.out = linear(width, width, std=0.0)
         self.norm2 = nn.LayerNorm(width)
         self.up = linear(width, 4 * width)
         self.down = linear(4 * width, width, std=0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(self.attend(self.qkv(self.norm1(x))))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+    def forward(self, features: Tensor) -> Tensor:
+        attended = self.attend(self.qkv(self.norm1(features)))
+        features = features + self.out(attended)
+        hidden = F.gelu(self.up(self.norm2(features)))
+        return features + self.down(hidden)
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Map (batch, time, heads * 3 * head_width) queries, keys, values to (batch, time, heads * head_width)."""
-        q, k, v = qkv.unflatten(2, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4).unbind()
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        """Let each position attend to itself and those before it, in each head.
+
+        Args:
+            qkv: Queries, keys and values, of shape (batch, time, heads * 3 * head_width).
+
+        Returns:
+            A tensor of shape (batch, time, heads * head_width).
+        """
+        # The number of heads (-1) is not `heads` where a rank has only a shard of them.
+        by_head = qkv.unflatten(2, (-1, 3, self.head_width))
+        # Attention takes tensors of shape (batch, heads, time, head_width).
+        queries, keys, values = by_head.permute(3, 0, 2, 1, 4).unbind()
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
 
 
 class Head(nn.Module):
-    """Maps (batch, time, width) features to (batch, time, vocabulary) logits of the token that follows."""
+    """Maps (batch, time, width) features to (batch, time, vocabulary) logits of the next token."""
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -71,18 +92,26 @@ class Head(nn.Module):
 
 def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
     """Build a linear layer without bias, with weights drawn from a normal distribution."""
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=torch.get_default_device())  # Drawn once.
+    # nn.Linear draws weights of its own, in vain; skip_init leaves that out, but has to be told the
+    # device of a `with torch.device("meta")` block.
+    device = torch.get_default_device()
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device)
     nn.init.normal_(layer.weight, std=std)
     return layer
 
 
-def build_model(config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
+def build_model(
+    config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block
+) -> nn.Sequential:
     """Build the model on the CPU, with weights drawn from PyTorch's global generator.
 
-    Pass each block through ``wrap`` as soon as it is built, so that a strategy can compile, shard or drop it there.
+    Pass each block through ``wrap`` as soon as it is built: a strategy compiles, shards or drops it
+    there, so that a rank need not hold the whole model.
     """
-    blocks = OrderedDict[str, nn.Module](embedding=wrap(Embedding(config.vocabulary, config.width, config.context)))
-    for i in range(config.layers):
-        blocks[f"block{i}"] = wrap(Block(config.width, config.heads))
+    # Names of blocks begin the names of parameters in checkpoints.
+    blocks = OrderedDict[str, nn.Module]()
+    blocks["embedding"] = wrap(Embedding(config.vocabulary, config.width, config.context))
+    for number in range(config.layers):
+        blocks[f"block{number}"] = wrap(Block(config.width, config.heads))
     blocks["head"] = wrap(Head(config.width, config.vocabulary))
     return nn.Sequential(blocks)

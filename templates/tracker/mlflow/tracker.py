@@ -1,9 +1,13 @@
-"""MLflow: the records of a run, at ``MLFLOW_TRACKING_URI``, by default in ``mlflow.db`` next to ``run.dir``."""
+"""MLflow: the records of a run, at ``MLFLOW_TRACKING_URI``.
+
+The default of ``MLFLOW_TRACKING_URI`` is the database ``mlflow.db`` next to ``run.dir``.
+"""
 
 import fcntl
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +18,84 @@ from .files import write_atomically
 
 
 class Tracker:
-    """Sends what rank 0 logs; a run that resumes from a ``step`` above 0 is the same one for MLflow, by its tag."""
+    """Sends the records of rank 0 to MLflow; a resumed run continues its MLflow run.
+
+    MLflow chooses the ids of its runs. So the first start writes a random id into
+    ``run.dir/mlflow_id`` and tags the MLflow run with it, and the next start finds it by this tag.
+    """
 
     def __init__(self, run_dir: Path, settings: dict[str, Any], step: int) -> None:
-        path, folder = run_dir / "mlflow_id", run_dir.resolve().parent
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "{{ cookiecutter.project_slug }}")
-        if step == 0 or not path.exists():
-            write_atomically(path, lambda file: file.write(os.urandom(8).hex().encode()))
-        with open(folder / ".mlflow.lock", "w") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)  # Runs that start together would all create the tables.
-            mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db")
-            try:
-                mlflow.set_experiment(name)
-            except mlflow.MlflowException as error:
-                raise UserError(f"MLflow cannot start: {error}; MLFLOW_TRACKING_URI is optional") from None
-        tags = {"id": path.read_text()}
-        found: Any = mlflow.search_runs(filter_string=f"tags.id = '{tags['id']}'", output_format="list")
-        run = mlflow.start_run(found[0].info.run_id if found else None, run_name=run_dir.name, tags=tags)
-        self.known, self.has_failed = run.data.metrics, False
-        pairs = [(f"{section}.{key}", value) for section, part in settings.items() for key, value in part.items()]
-        mlflow.log_params({key: value for key, value in pairs if key not in run.data.params})
-        # What it lacks after a kill or a failure; MLflow keeps what it got first.
+        """Continue the MLflow run after ``step``; a run that starts at step 0 gets a new one."""
+        self.has_failed = False
+        id_file = run_dir / "mlflow_id"
+        if step == 0 or not id_file.exists():
+            write_atomically(id_file, os.urandom(8).hex())
+        connect(run_dir.resolve().parent)
+        run = start_run(run_dir.name, id_file.read_text())
+        parameters = {}
+        for section, values in settings.items():
+            for name, value in values.items():
+                # MLflow refuses to change a parameter, so it keeps the first value of a setting.
+                if f"{section}.{name}" not in run.data.params:
+                    parameters[f"{section}.{name}"] = value
+        mlflow.log_params(parameters)
+        # After a kill or a failure, MLflow may lack the last records of metrics.jsonl. So all of
+        # them are logged again, and `log` skips those that MLflow has.
+        self.sent_metrics = run.data.metrics
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             self.log(json.loads(line))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Send the numbers of a record, unless MLflow has them."""
+        """Send the numbers of a record, named such as ``train/loss``, unless MLflow has them."""
         split = record.get("split", "train")
-        if record["step"] > self.known.get(f"{split}/step", -1):
-            numbers = {f"{split}/{name}": value for name, value in record.items() if isinstance(value, int | float)}
-            self.attempt(lambda: mlflow.log_metrics(numbers, record["step"]))
+        # A resumed run repeats steps that the killed one has sent. MLflow would keep both numbers.
+        if record["step"] <= self.sent_metrics.get(f"{split}/step", -1):
+            return
+        numbers = {}
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                numbers[f"{split}/{name}"] = value
+        self.try_to_send(mlflow.log_metrics, numbers, record["step"])
 
     def close(self) -> None:
-        """Note that the run has ended."""
-        self.attempt(mlflow.end_run)
+        """Mark the MLflow run as finished."""
+        self.try_to_send(mlflow.end_run)
 
-    #:: set service = "MLflow" ::#
-    #:: filter indent(4, true) ::#
-    #:: include "tracker/shared/attempt.py" ::#
-    #:: endfilter ::#
+    def try_to_send(self, send: Callable[..., object], *arguments: Any) -> None:
+        """Call ``send``. After its first error, print a warning and call it no more in this start.
+
+        The run continues without its tracker, and does not wait for a server that is down.
+        """
+        if self.has_failed:
+            return
+        try:
+            send(*arguments)
+        except Exception as error:
+            self.has_failed = True
+            advice = "the next start sends what it lacks"
+            print(f"warning: MLflow has failed ({error!r}); {advice}", file=sys.stderr)
+
+
+def connect(folder: Path) -> None:
+    """Choose the server and the experiment; raises UserError if the server cannot be reached."""
+    server = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "{{ cookiecutter.project_slug }}")
+    # Whoever uses a new database first creates its tables. If several runs start together, all try
+    # to, and all but one fail. So one after the other holds this lock, until it closes the file.
+    with open(folder / ".mlflow.lock", "w") as lock_file:
+        fcntl.lockf(lock_file, fcntl.LOCK_EX)
+        mlflow.set_tracking_uri(server)
+        try:
+            mlflow.set_experiment(name)
+        except mlflow.MlflowException as error:
+            advice = "MLFLOW_TRACKING_URI is optional"
+            raise UserError(f"MLflow cannot start: {error}; {advice}") from None
+
+
+def start_run(name: str, tag: str) -> Any:
+    """Continue the MLflow run that has the tag ``tag``, or start a new one if there is none."""
+    tagged_runs: Any = mlflow.search_runs(filter_string=f"tags.id = '{tag}'", output_format="list")
+    run_id = None
+    if tagged_runs:
+        run_id = tagged_runs[0].info.run_id
+    return mlflow.start_run(run_id, run_name=name, tags={"id": tag})

@@ -1,12 +1,13 @@
-"""Weights & Biases: the records of a run, sent if there is a key; without one, ``wandb sync`` sends them later.
+"""Weights & Biases: the records of a run.
 
-W&B keeps what it got first. Each start sends what it lacks of ``metrics.jsonl``, after a kill or a failure.
+Without a key for the service, records are kept in ``run.dir``, and ``wandb sync`` sends them later.
 """
 
 import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +18,82 @@ from .files import write_atomically
 
 
 class Tracker:
-    """Sends what rank 0 logs; a run that resumes from a ``step`` above 0 is the same one for W&B, by its id."""
+    """Sends the records of rank 0 to W&B; a resumed run continues its W&B run.
+
+    The id of the W&B run is in ``run.dir/wandb_id``, where the next start finds it.
+    """
 
     def __init__(self, run_dir: Path, settings: dict[str, Any], step: int) -> None:
-        path, offline_runs = run_dir / "wandb_id", [*run_dir.glob("wandb/offline-run-*")]
-        if step == 0 or not path.exists():
-            write_atomically(path, lambda file: file.write(os.urandom(8).hex().encode()))
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
-        options: dict[str, Any] = {"id": path.read_text(), "name": run_dir.name, "dir": str(run_dir), "mode": mode}
-        options["project"] = os.environ.get("WANDB_PROJECT", "{{ cookiecutter.project_slug }}")
-        try:
-            self.run = wandb.init(**options, resume="allow", settings=wandb.Settings(console="off", silent=True))
-        except wandb.Error as error:
-            raise UserError(f"W&B cannot start: {error}; WANDB_MODE=offline works without a network") from None
+        """Continue the W&B run after ``step``; a run that starts at step 0 gets a new one."""
+        self.has_failed = False
+        id_file = run_dir / "wandb_id"
+        if step == 0 or not id_file.exists():
+            write_atomically(id_file, os.urandom(8).hex())
+        mode = os.environ.get("WANDB_MODE")
+        if not mode:
+            has_key = wandb.login(prompt=False, verify=False)
+            mode = "online" if has_key else "offline"
+        earlier_folders = list(run_dir.glob("wandb/offline-run-*"))
+        self.run = start_run(run_dir, id_file.read_text(), mode)
         self.run.config.update(settings, allow_val_change=True)
         for split in ("train", "validation"):
             self.run.define_metric(f"{split}/*", step_metric=f"{split}/step")
-        self.known, self.has_failed = dict(self.run.summary), False
+        # After a kill or a failure, W&B may lack the last records of metrics.jsonl. So all of them
+        # are logged again, and `log` skips those that W&B has.
+        self.sent_metrics = dict(self.run.summary)
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             self.log(json.loads(line))
-        for folder in offline_runs if mode == "offline" else []:
-            shutil.rmtree(folder)  # The new one has its records.
+        # Offline, W&B does not know what earlier starts have logged, so the new folder has got all
+        # records. `wandb sync` would send those of the earlier folders a second time.
+        if mode == "offline":
+            for folder in earlier_folders:
+                shutil.rmtree(folder)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Send the numbers of a record, unless W&B has them."""
+        """Send the numbers of a record, named such as ``train/loss``, unless W&B has them."""
         split = record.get("split", "train")
-        if record["step"] > self.known.get(f"{split}/step", -1):
-            numbers = {f"{split}/{name}": value for name, value in record.items() if isinstance(value, int | float)}
-            self.attempt(lambda: self.run.log(numbers))
+        # A resumed run repeats steps that the killed one has sent. W&B would keep both numbers.
+        if record["step"] <= self.sent_metrics.get(f"{split}/step", -1):
+            return
+        numbers = {}
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                numbers[f"{split}/{name}"] = value
+        self.try_to_send(self.run.log, numbers)
 
     def close(self) -> None:
-        """Wait until everything is sent."""
-        self.attempt(self.run.finish)
+        """Wait until W&B has sent everything."""
+        self.try_to_send(self.run.finish)
 
-    #:: set service = "W&B" ::#
-    #:: filter indent(4, true) ::#
-    #:: include "tracker/shared/attempt.py" ::#
-    #:: endfilter ::#
+    def try_to_send(self, send: Callable[..., object], *arguments: Any) -> None:
+        """Call ``send``. After its first error, print a warning and call it no more in this start.
+
+        The run continues without its tracker, and does not wait for a server that is down.
+        """
+        if self.has_failed:
+            return
+        try:
+            send(*arguments)
+        except Exception as error:
+            self.has_failed = True
+            advice = "the next start sends what it lacks"
+            print(f"warning: W&B has failed ({error!r}); {advice}", file=sys.stderr)
+
+
+def start_run(run_dir: Path, run_id: str, mode: Any) -> Any:
+    """Start the W&B run with this id, or continue it; raises UserError if W&B cannot start."""
+    project = os.environ.get("WANDB_PROJECT", "{{ cookiecutter.project_slug }}")
+    quiet = wandb.Settings(console="off", silent=True)
+    try:
+        return wandb.init(
+            project=project,
+            id=run_id,
+            name=run_dir.name,
+            dir=str(run_dir),
+            mode=mode,
+            resume="allow",
+            settings=quiet,
+        )
+    except wandb.Error as error:
+        advice = "WANDB_MODE=offline works without a network"
+        raise UserError(f"W&B cannot start: {error}; {advice}") from None

@@ -1,10 +1,10 @@
-"""The command line: ``scripts/launch.sh train --optim.lr 1e-3``; ``train --help`` lists all settings."""
+"""The command line: ``scripts/launch.sh train --optim.lr 1e-3``; ``--help`` lists the settings."""
 
 import argparse
+import glob
 import os
 import sys
 from collections.abc import Sequence
-from glob import escape
 from pathlib import Path
 
 import yaml
@@ -15,157 +15,307 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 from .config import CheckpointConfig, Config, UserError
 
-COMMANDS: dict[str, tuple[str, set[str]]] = {  # What each does, and its options; with an output, it takes no settings.
-    "train": ("train, or resume run.dir", set()),
-    "evaluate": ("print the metrics of a checkpoint on the test set", {"checkpoint"}),
-    "export": ("write the weights of a checkpoint as a .safetensors file", {"checkpoint", "output"}),
-    "plot": ("draw the metrics of runs into a picture", {"runs", "output"}),
+# The file is missing in an installed package, whose defaults are those of config.py.
+DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "default.yaml"
+# Subcommands that read the checkpoint that --checkpoint names.
+READ_A_CHECKPOINT = {
+    "evaluate",
+    "export",
     #:: if file("task", "generate.py") ::#
-    "generate": ("continue a prompt with the model of a checkpoint", {"checkpoint", "prompt"}),
-    #:: endif ::#
-    #:: if fact("shards") ::#
-    "estimate": ("print the memory of a step on each rank, and whether it fits", {"ranks"}),
-    #:: endif ::#
-    #:: if fact("doctor") ::#
-    "doctor": ("check what breaks a first run on several machines", set()),
+    "generate",
     #:: endif ::#
 }
+# Mistakes of the user, which are printed as one line. PyYAML's parser is recursive, so that YAML
+# that is nested too deeply is a RecursionError.
+USER_ERRORS = (
+    UserError,
+    argparse.ArgumentError,
+    yaml.YAMLError,
+    RecursionError,
+    OSError,
+    ValueError,
+)
 
 
-def build_parser(default_files: list[str]) -> ArgumentParser:
-    """Build the parser of all subcommands; it raises an ArgumentError, which is printed as one line."""
+def build_parser(config_files: list[str]) -> ArgumentParser:
+    """Build the parser of all subcommands; the values in ``config_files`` become its defaults."""
+    # A mistake raises an ArgumentError, which main() prints as one line.
     parser = ArgumentParser(prog=__package__, exit_on_error=False, allow_abbrev=False)
     commands = parser.add_subcommands(required=True, dest="command")
-    for name, (text, options) in COMMANDS.items():
-        command = ArgumentParser(exit_on_error=False)
-        if "output" in options:
-            command.add_argument("--output", required=True, help="The file to write.")
-        else:
-            command.default_config_files = default_files
-            command.add_argument("--config", action="config", help="A YAML file; default: configs/default.yaml.")
-            command.add_class_arguments(Config, skip=options)  # Such as checkpoint, an option of some commands.
-        if "runs" in options:
-            command.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
-        if "checkpoint" in options:  # In a file of settings, there is a section of that name.
-            command.add_argument("--checkpoint", type=str | CheckpointConfig, required=True, help="The checkpoint.")
-        #:: if file("task", "generate.py") ::#
-        if "prompt" in options:
-            command.add_argument("--prompt", type=str, default="", help="The text to continue.")
-            command.add_argument("--length", type=PositiveInt, default=200, help="Bytes or tokens to add.")
-            command.add_argument("--temperature", type=NonNegativeFloat, default=0.8, help="0 picks the likeliest.")
-        #:: endif ::#
-        #:: if fact("shards") ::#
-        if "ranks" in options:
-            command.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
-            command.add_argument("--memory", type=NonNegativeFloat | None, default=None, help="GiB of a device.")
-        #:: endif ::#
-        commands.add_subcommand(name, command, help=text)
+
+    train = build_settings_parser(config_files)
+    commands.add_subcommand("train", train, help="train, or resume run.dir")
+
+    evaluate = build_settings_parser(config_files, skip={"checkpoint"})
+    add_checkpoint(evaluate)
+    commands.add_subcommand(
+        "evaluate", evaluate, help="print the metrics of a checkpoint on the test set"
+    )
+
+    export = ArgumentParser(exit_on_error=False)
+    add_checkpoint(export)
+    export.add_argument("--output", required=True, help="The file to write.")
+    commands.add_subcommand(
+        "export", export, help="write the weights of a checkpoint as a .safetensors file"
+    )
+
+    plot = ArgumentParser(exit_on_error=False)
+    plot.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
+    plot.add_argument("--output", required=True, help="The file to write.")
+    commands.add_subcommand("plot", plot, help="draw the metrics of runs into a picture")
+    #:: if file("task", "generate.py") ::#
+
+    generate = build_generate_parser(config_files)
+    commands.add_subcommand(
+        "generate", generate, help="continue a prompt with the model of a checkpoint"
+    )
+    #:: endif ::#
+    #:: if fact("shards") ::#
+
+    estimate = build_estimate_parser(config_files)
+    commands.add_subcommand(
+        "estimate", estimate, help="print the memory of a step on each rank, and whether it fits"
+    )
+    #:: endif ::#
+    #:: if fact("doctor") ::#
+
+    doctor = build_settings_parser(config_files)
+    commands.add_subcommand(
+        "doctor", doctor, help="check what breaks a first run on several machines"
+    )
+    #:: endif ::#
     return parser
 
 
-def yaml_in_utf8(path: str) -> list[str]:
-    """Return the pattern of a file of settings, if it has any; rejects other YAML, and a key that is given twice."""
-    with open(path, encoding="utf-8") as file:
-        top = yaml.compose(file, yaml.SafeLoader)
-    found = [(path, top)] if top and not top.tag.endswith(":null") else []
-    inner = top.value if isinstance(top, yaml.MappingNode) else []
-    for where, node in [*found, *((f"{key.value} in {path}", value) for key, value in inner)]:
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{where} has to hold settings by name, as configs/default.yaml does")
-        names = [key.value for key, _ in node.value]
-        if repeated := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"{repeated[0]} is given twice in {where}; keep one of them")
-    return [escape(path)] if found else []
+def build_settings_parser(config_files: list[str], skip: set[str] | None = None) -> ArgumentParser:
+    """Build a subcommand's parser of all settings, without the sections in ``skip``."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.default_config_files = config_files
+    # parse() has read --config; here, it is listed by --help, and brings --print_config.
+    config_help = "A YAML file of settings; default: configs/default.yaml."
+    parser.add_argument("--config", action="config", help=config_help)
+    parser.add_class_arguments(Config, skip=skip)
+    return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[str, Config, Namespace]:
+def add_checkpoint(command: ArgumentParser) -> None:
+    """Add ``--checkpoint PATH`` to a subcommand."""
+    # A file of settings may hold the section of this name, which these commands do not use.
+    either = str | CheckpointConfig
+    command.add_argument("--checkpoint", type=either, required=True, help="A checkpoint.")
+
+
+#:: if file("task", "generate.py") ::#
+def build_generate_parser(config_files: list[str]) -> ArgumentParser:
+    """Build the parser of ``generate``."""
+    parser = build_settings_parser(config_files, skip={"checkpoint"})
+    add_checkpoint(parser)
+    parser.add_argument("--prompt", type=str, default="", help="The text to continue.")
+    parser.add_argument("--length", type=PositiveInt, default=200, help="Bytes or tokens to add.")
+    parser.add_argument(
+        "--temperature", type=NonNegativeFloat, default=0.8, help="0 picks the likeliest token."
+    )
+    return parser
+
+
+#:: endif ::#
+#:: if fact("shards") ::#
+def build_estimate_parser(config_files: list[str]) -> ArgumentParser:
+    """Build the parser of ``estimate``."""
+    parser = build_settings_parser(config_files)
+    parser.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
+    parser.add_argument(
+        "--memory", type=NonNegativeFloat | None, default=None, help="Memory of a device in GiB."
+    )
+    return parser
+
+
+#:: endif ::#
+def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
     """Return the subcommand, the settings, and the other options."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    default = Path(__file__).parents[2] / "configs" / "default.yaml"  # No wheel has it.
-    finder.add_argument("--config", type=yaml_in_utf8, default=str(default) if default.exists() else [])
-    found, words = finder.parse_known_args(argv)
-    if sum(word.split("=")[0] == "--config" for word in argv) > 1:
+    # A file of settings changes the defaults of the parser, so it has to be found first. Values on
+    # the command line then take precedence over the file, wherever --config stands.
+    early_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early_parser.add_argument("--config", action="append", default=[])
+    early_options, other_words = early_parser.parse_known_args(words)
+    if len(early_options.config) > 1:
         raise UserError("--config is given twice; name one file")
-    parser = build_parser(found.config)
-    parsed = parser.instantiate(parser.parse_args(words))
+    paths = early_options.config
+    if not paths and DEFAULT_CONFIG.exists():
+        paths = [str(DEFAULT_CONFIG)]
+    # jsonargparse expects patterns, and rejects a file that holds nothing.
+    config_files = [glob.escape(path) for path in paths if holds_settings(path)]
+
+    parser = build_parser(config_files)
+    parsed = parser.instantiate(parser.parse_args(other_words))
     options = parsed[parsed.command]
-    settings = {key: options[key] for key, part in vars(Config()).items() if isinstance(options.get(key), type(part))}
+    settings = {}
+    for section, default in vars(Config()).items():
+        value = options.get(section)
+        # Some commands have no settings, and --checkpoint may be a path instead of the section.
+        if isinstance(value, type(default)):
+            settings[section] = value
     return parsed.command, Config(**settings), options
 
 
-def run(name: str, config: Config, options: Namespace, given: set[str]) -> None:
-    """Run a subcommand; ``given`` has the names of the options on the command line."""
-    from .checkpoint import export  # Not before settings are checked: PyTorch takes seconds to import.
-    from .distributed import cleanup, rendezvous, setup
+def holds_settings(path: str) -> bool:
+    """Return whether a file holds settings; rejects a key given twice, and what is no section.
+
+    PyYAML keeps the last of two equal keys, and jsonargparse takes an empty section for None, both
+    without a message.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = yaml.compose(file, yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text file in UTF-8: {error}") from None
+    # Comments alone, an empty document and null all mean that every setting keeps its default.
+    if document is None or document.tag == "tag:yaml.org,2002:null":
+        return False
+    check_mapping(document, path)
+    for key, section in document.value:
+        check_mapping(section, f"{key.value} in {path}")
+    return True
+
+
+def check_mapping(node: yaml.Node, location: str) -> None:
+    """Reject a YAML node that is no mapping, or one with a key that is given twice."""
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{location} has to hold settings by name, as configs/default.yaml does")
+    seen_keys = []
+    for key, _ in node.value:
+        if key.value in seen_keys:
+            raise UserError(f"{key.value} is given twice in {location}; keep one of them")
+        seen_keys.append(key.value)
+
+
+def find_checkpoint(path: str) -> str:
+    """Return the path of a checkpoint: of a run.dir, its best one."""
+    # The file holds the name of a checkpoint in its own folder.
+    best_file = Path(path, "checkpoints", "best")
+    if best_file.exists():
+        return str(best_file.with_name(best_file.read_text()))
+    # A sharded checkpoint is a folder, as torch.distributed.checkpoint writes it.
+    is_sharded = Path(path, ".metadata").is_file()
+    if not is_sharded and not Path(path).is_file():
+        raise UserError(
+            f"--checkpoint is {path}, neither a checkpoint nor a run.dir with a best one"
+        )
+    return path
+
+
+def check_writable(run_dir: str) -> None:
+    """Reject a run.dir that rank 0 cannot create or write to."""
+    if os.environ.get("NODE_RANK", "0") != "0":
+        # Other machines only read it, and may see the folder later.
+        return
+    # The run creates what is missing, inside the nearest folder that exists.
+    folder = Path(run_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(
+            f"run.dir is {run_dir}, but {folder} is no folder to write to; give another run.dir"
+        )
+
+
+def read_world_size() -> int:
+    """Return the number of ranks that the launcher starts, or 1 without a launcher."""
+    text = os.environ.get("WORLD_SIZE", "")
+    # The rendezvous rejects a text that is no number, and names the variable.
+    return int(text) if text.isdigit() else 1
+
+
+def check(subcommand: str, config: Config, options: Namespace) -> None:
+    """Find the checkpoint, and reject what cannot work, before PyTorch is imported."""
+    if subcommand in READ_A_CHECKPOINT:
+        options.checkpoint = find_checkpoint(str(options.checkpoint))
+    if subcommand == "train":
+        check_writable(config.run.dir)
     #:: if fact("shards") ::#
-    from .estimate import estimate
+    if subcommand == "estimate":
+        config.check(options.ranks, trains=True)
+        return
     #:: endif ::#
+    if subcommand not in ("export", "plot"):
+        config.check(read_world_size(), trains=subcommand == "train")
+
+
+def run(subcommand: str, config: Config, options: Namespace, given: set[str]) -> None:
+    """Run a subcommand; ``given`` has the names of the options on the command line."""
+    # PyTorch takes seconds to import, so nothing here is imported before the settings are checked.
+    if subcommand == "export":
+        from .checkpoint import export
+
+        export(Path(options.checkpoint), Path(options.output))
+    elif subcommand == "plot":
+        from .plot import plot
+
+        plot(options.runs, options.output)
+    #:: if fact("shards") ::#
+    elif subcommand == "estimate":
+        from .estimate import estimate
+
+        estimate(config, options.ranks, options.memory)
+    #:: endif ::#
+    #:: if fact("doctor") ::#
+    elif subcommand == "doctor":
+        from .doctor import doctor
+
+        doctor(config)
+    #:: endif ::#
+    else:
+        run_together(subcommand, config, options, given)
+
+
+def run_together(subcommand: str, config: Config, options: Namespace, given: set[str]) -> None:
+    """Run a subcommand for which the ranks form a process group, and end this process."""
+    from .distributed import cleanup, rendezvous, setup
     from .evaluate import evaluate
     from .failures import fail
     #:: if file("task", "generate.py") ::#
     from .generate import generate
     #:: endif ::#
-    from .plot import plot
     from .train import Trainer
 
-    if name == "export":
-        return export(Path(options.checkpoint), Path(options.output))
-    if name == "plot":
-        return plot(options.runs, options.output)
-    #:: if fact("shards") ::#
-    if name == "estimate":
-        return estimate(config, options.ranks, options.memory)
-    #:: endif ::#
-    #:: if fact("doctor") ::#
-    if name == "doctor":
-        from .doctor import doctor
-
-        doctor(config)
-    #:: endif ::#
-    process, stopped = rendezvous(config), False
+    process = rendezvous(config)
+    stopped = False
     try:
         setup(config, process)
-        if name == "train":
+        if subcommand == "train":
             stopped = Trainer(config, process).run()
         #:: if file("task", "generate.py") ::#
-        elif name == "generate":
+        elif subcommand == "generate":
             generate(options, config, given, process)
         #:: endif ::#
         else:
             evaluate(options.checkpoint, config, given, process)
+        # The process ends here, with an exit code that tells a stopped run from a finished one.
         cleanup(process, stopped)
     except Exception as error:
+        # The other ranks wait for this one; fail() reports the error to them and ends the process.
         fail(error, process)
 
 
 def main(argv: Sequence[str]) -> None:
     """Check the settings, and run one subcommand on this rank; ``--preflight`` only checks."""
     words = [word for word in argv if word != "--preflight"]
+    # A checkpoint brings its own settings, which count unless they are given on the command line.
+    given = {word[2:].split("=")[0] for word in words if word.startswith("--")}
     try:
-        name, config, options = parse(words)
-        path = str(options.get("checkpoint"))
-        if "checkpoint" in COMMANDS[name][1] and (best := Path(path, "checkpoints/best")).exists():
-            options.checkpoint = path = str(best.with_name(best.read_text()))
-        if "checkpoint" in COMMANDS[name][1] and not any(map(os.path.isfile, (path, f"{path}/.metadata"))):
-            raise UserError(f"--checkpoint is {path}, neither a checkpoint nor a run.dir with a best one")
-        folder = next(filter(Path.exists, Path(config.run.dir, "-").absolute().parents))  # It, or where it would be.
-        if name == "train" and os.environ.get("NODE_RANK", "0") == "0" and not os.access(f"{folder}/", os.W_OK):
-            raise UserError(f"run.dir is {config.run.dir}, but {folder} is no folder to write to; give another run.dir")
-        if "output" not in COMMANDS[name][1]:
-            #:: if fact("shards") ::#
-            config.check(int(options.get("ranks") or os.environ.get("WORLD_SIZE", 1)), name in ("train", "estimate"))
-            #:: else ::#
-            config.check(int(n) if (n := os.environ.get("WORLD_SIZE", "")).isdigit() else 1, trains=name == "train")
-            #:: endif ::#
-        if len(words) == len(argv):
-            run(name, config, options, given={word[2:].split("=")[0] for word in words if word[:2] == "--"})
+        subcommand, config, options = parse(words)
+        check(subcommand, config, options)
+        if "--preflight" not in argv:
+            run(subcommand, config, options, given)
         #:: if fact("doctor") ::#
-        elif name == "doctor":
+        elif subcommand == "doctor":
+            # Machines that do not reach each other could not start ranks that report it.
             from .doctor import meet
 
             sys.exit(meet())
         #:: endif ::#
-    except (UserError, argparse.ArgumentError, OSError, RecursionError, ValueError, yaml.YAMLError) as error:
+    except USER_ERRORS as error:
+        # jsonargparse and PyYAML break their messages into lines.
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 

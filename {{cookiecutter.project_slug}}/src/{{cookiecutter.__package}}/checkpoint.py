@@ -1,207 +1,290 @@
-"""Checkpoints: one file, written by rank 0, complete or absent, that loads into any PyTorch program.
+"""Checkpoints: one file, written by rank 0, complete or absent, that any PyTorch program can load.
 
     {"model": state_dict, "optimizer": {"state": {"stem.conv.weight": {"exp_avg": ...}, ...}},
      "progress": {"step": 440, "epoch": 20, "samples": 0}, "config": {...}, "scaler": {...}}
 
-It is the state of the whole model, for any strategy and number of ranks, and without random state: steps are seeded.
+It holds the whole model, for any strategy and number of ranks. Random states are not saved, because
+every step seeds its own random numbers.
 """
 
+import functools
 import json
-import re
-import shutil
-import tempfile
-import zipfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.utils._pytree import tree_map_only  # Private; optree has it.
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only  # Private; the package optree has the same.
 
 from .config import Config, UserError
 from .distributed import Process
-from .files import digest, lock, set_aside, write_atomically
+from .files import (
+    digest_files,
+    list_checkpoints,
+    lock_run_dir,
+    read,
+    read_weights,
+    remove,
+    set_aside,
+    write_atomically,
+)
 
 
 def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -> dict[str, Any]:
-    """Return what rank 0 reads; the other ranks get the part of it that is not large."""
-    content: dict[str, Any] = {}
-
-    def read_header() -> dict[str, Any]:
-        content.update(read_content())
-        stateful = {"stateful": {*content.get("optimizer", {}).get("state", {})}}  # Parameters, by name.
-        return stateful | {name: part for name, part in content.items() if name not in ("model", "optimizer")}
-
-    return process.on_main(read_header) | content
+    """Return on rank 0 what ``read_content`` returns, and on the other ranks only its header."""
+    # Rank 0 reads in on_main, which raises an error on every rank, and keeps what it has read.
+    read_once = functools.cache(read_content)
+    header = process.on_main(lambda: get_header(read_once()))
+    if process.rank != 0:
+        return header
+    return read_once() | header
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, oldest first: files (``.pt``) and sharded ones (``.dcp``)."""
-    found = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}\.(pt|dcp)", path.name))
-    return sorted(found, key=lambda path: int(path.stem[5:]))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU, without running code from a file."""
-    try:
-        if path.suffix == ".dcp" or (path / ".metadata").exists():
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                dcp_to_torch_save(path, Path(folder, "full.pt"))
-                sharded = torch.load(Path(folder, "full.pt"), map_location="cpu", weights_only=True)
-            return sharded | json.loads((path / "header.json").read_text())
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums.
-            if damaged := archive.testzip():
-                raise ValueError(f"the checksum of {damaged} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Read when it is loaded.
-    except OSError:  # A disk that fails is no damaged file.
-        raise
-    except CheckpointException:  # It is no Exception.
-        raise UserError(f"{path} is not a readable checkpoint: a part of it is damaged or missing") from None
-    except Exception as error:
-        reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0] or type(error).__name__
-        raise UserError(f"{path} is not a readable checkpoint: {reason}") from None
-
-
-def read_weights(path: Path) -> dict[str, Any]:
-    """Return the weights in a file of any kind, by their names before DistributedDataParallel and torch.compile."""
-    content = (whole := read(path)).get("model") or whole.get("state_dict") or whole
-    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in content.items()}
+def get_header(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what is small in a checkpoint, and the names of parameters with an optimizer state."""
+    optimizer_state = content.get("optimizer", {}).get("state", {})
+    header = {"parameters_with_state": set(optimizer_state)}
+    for name, part in content.items():
+        # A sharded checkpoint was read without its optimizer, but has "parameters_with_state".
+        if name not in ("model", "optimizer"):
+            header[name] = part
+    return header
 
 
 class Checkpointer:
-    """Saves and restores one run; all ranks call save, restore and finish together."""
+    """Saves and restores one run. All ranks call ``restore``, ``save`` and ``wait`` together."""
 
+    # Strategies that shard have a function of their own, which leaves the shards to load().
     read = staticmethod(read)
 
     def __init__(self, config: Config, process: Process) -> None:
-        """Read what the run starts from, before the model is built."""
-        self.config, self.process = config, process
+        """Read what the run starts from, so that an error comes before the model is built."""
+        self.config = config
+        self.process = process
         self.folder = Path(config.run.dir) / "checkpoints"
-        self.start = read_on_main(self.read_start, process)
-        self.writer = ThreadPoolExecutor(1)
-        self.pending: Any = None  # The checkpoint that is being written.
+        self.initial_content = read_on_main(self.read_initial_content, process)
+        # A thread writes while training continues. The loop runs inside `with writer`, which waits
+        # for the thread at its end, even if the run fails: a save that has begun is completed.
+        self.writer = ThreadPoolExecutor(max_workers=1)
+        # The save that goes on, or that has ended without its error having been looked at.
+        self.pending: Future[None] | None = None
 
-    def restore(self, parallel: Any, optimizer: Any, lengths: list[int]) -> tuple[int, list[str]]:
-        """Load what was read; returns how many steps the run has taken, and the settings that have changed since."""
-        self.parallel, self.optimizer, files = parallel, optimizer, self.config.files()
-        self.trained = {p for group in optimizer.param_groups for p in group["params"]}
-        if not any(self.process.all_gather(len(self.trained))):
-            raise UserError("all parameters are frozen; leave some for the loss to change")
-        digests = self.process.on_main(lambda: {f"content of {k}": digest(Path(v)) for k, v in files.items()})
-        self.settings = asdict(self.config) | {"content": {"number of samples": lengths, **digests}}
-        if "progress" not in self.start:
-            if self.config.model.weights is not None:
-                self.load(parallel, self.start)
-            return 0, []
-        changes, scaler = self.compare(self.start["config"]), parallel.scaler
-        self.load(parallel, self.start, optimizer)
-        for name, p in parallel.module.named_parameters():
-            for key, v in optimizer.state.pop(p, {}).items():
-                if name in self.start["stateful"]:  # Else, it never had a gradient; loading counts a step for it.
-                    optimizer.state[p][key] = torch.empty_like(p).copy_(v) if getattr(v, "shape", 0) == p.shape else v
-        scaler.load_state_dict(self.start["scaler"] or scaler.state_dict())
-        return self.start["progress"]["step"], changes
-
-    @staticmethod
-    def load(parallel: Any, content: dict[str, Any], *optimizers: Any) -> None:
-        """Load what ``read_on_main`` has returned, with the state of the optimizer if one is given."""
-        parts = tree_map_only(Tensor, Tensor.contiguous, (content.pop("model", {}), content.pop("optimizer", {})))
-        parallel.load_full_state_dict(parts[0], *optimizers, state=parts[1].get("state"))  # Sent as they lie in memory.
-
-    def save(self, progress: dict[str, int]) -> None:
-        """Copy the run after a ``step``, at an ``epoch`` and a number of its ``samples``; a thread writes the copy."""
-        content = self.prepare(progress) | self.parallel.full_state_dict(self.optimizer)
-        if self.process.rank == 0:
-            is_copy = self.process.device.type != "cpu" and self.optimizer.defaults.get("fused")  # With all its state.
-            self.pending = self.writer.submit(self.write, content if is_copy else deepcopy(content), progress["step"])
-
-    def prepare(self, progress: dict[str, int]) -> dict[str, Any]:
-        """Wait until the next checkpoint can be saved; returns the part of it that all ranks hold."""
-        self.finish(raises=False)
-        self.parallel.average_buffers()
-        for name, p in self.parallel.module.named_parameters():
-            if p.requires_grad and not (p in self.trained and p.sum().isfinite()):
-                why = "not finite" if p in self.trained else "trained, but the optimizer lacked it at the start"
-                raise UserError(f"step {progress['step']} is not saved: {name} is {why}")
-        return {"progress": progress, "config": self.settings, "scaler": self.parallel.scaler.state_dict()}
-
-    def write(self, content: dict[str, Any], step: int) -> None:
-        """Write a checkpoint; the first one of a run is read back, as a check that it can be."""
-        path = self.folder / f"step-{step:08d}.pt"
-        write_atomically(path, lambda file: torch.save(content, file))
-        if list_checkpoints(self.folder) == [path]:
-            read(path)
-
-    def finish(self, wait: bool = True, raises: bool = True) -> None:
-        """Wait for the checkpoint that is being written; raise why it failed, or print that once."""
-        if wait:  # However long rank 0 writes.
-            self.process.on_main(lambda: self.pending and self.pending.exception() and None)
-        if self.pending and (wait or self.pending.done()):
-            error, self.pending = self.pending.exception(), None
-            if error and raises:
-                raise error
-            if error and self.process.rank == 0:
-                getLogger(__name__).error(f"error: {error}; the run continues, and saves again when due")
-
-    def prune(self, best_first: list[int]) -> None:
-        """Let rank 0 remove all complete checkpoints but the newest ``checkpoint.keep`` and the best one."""
-        found = list_checkpoints(self.folder) if self.process.rank == 0 else []
-        best = next((path for step in best_first for path in found if path.stem == f"step-{step:08d}"), None)
-        if best:
-            write_atomically(self.folder / "best", best.name)
-        for path in {*found[: -self.config.checkpoint.keep]} - {best}:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def compare(self, saved: dict[str, Any]) -> list[str]:
-        """Return which settings changed; rejects another model or dataset, and what decides which samples are left."""
-        ignored, changes = {*self.config.files(), "model.weights", "the content of model.weights", "run.dir"}, []
-        for section, values in self.settings.items():
-            for key, value in values.items():
-                name = f"the {key}" if section == "content" else f"{section}.{key}"
-                before = saved.get(section, {}).get(key, asdict(Config()).get(section, {}).get(key))
-                if value == before or name in ignored:
-                    continue
-                if section in ("content", "dataset", "model") or name in ("run.seed", "data.global_batch_size"):
-                    raise UserError(f"{name} is {value}, and {before} in the checkpoint; give that, or another run.dir")
-                changes.append(f"{name} from {before} to {value}")
-        return changes
-
-    def read_start(self) -> dict[str, Any]:
-        """Return the newest checkpoint that can be read, else that of ``checkpoint.resume``, else ``model.weights``."""
+    def read_initial_content(self) -> dict[str, Any]:
+        """Return a checkpoint to resume from, or initial weights, or an empty dictionary."""
+        # A link to a disk that is not mounted is an error here, and not an empty folder.
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock(self.folder.parent)
-        for path in self.folder.glob("*.tmp"):  # What a kill left, or a full disk.
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        resume, found = self.config.checkpoint.resume, list_checkpoints(self.folder)
-        if found and resume == "never":
-            raise UserError(f"checkpoint.resume is never, but there is {found[-1]}; give another run.dir")
-        for path in reversed(found):
+        lock_run_dir(self.folder.parent)
+        # A killed save leaves a temporary file or folder.
+        for leftover in self.folder.glob("*.tmp"):
+            remove(leftover)
+        checkpoints = list_checkpoints(self.folder)
+        resume = self.config.checkpoint.resume
+        if checkpoints and resume == "never":
+            conflict = f"checkpoint.resume is never, but there is {checkpoints[-1]}"
+            raise UserError(f"{conflict}; give another run.dir")
+        newest_content = self.read_newest(checkpoints)
+        if newest_content is not None:
+            return newest_content
+        if resume not in ("auto", "never"):
+            content = self.read(Path(resume))
+            if "progress" in content:
+                return content
+            problem = f"checkpoint.resume is {resume}, which holds no run"
+            raise UserError(f"{problem}; give weights as model.weights")
+        if self.config.model.weights is not None:
+            return {"model": read_weights(Path(self.config.model.weights))}
+        return {}
+
+    def read_newest(self, checkpoints: list[Path]) -> dict[str, Any] | None:
+        """Return the content of the newest checkpoint that is not damaged, or None in a new run."""
+        for path in reversed(checkpoints):
             try:
                 return self.read(path)
             except UserError as error:
                 set_aside(path, str(error))
-        if damaged := [*self.folder.glob("step-*.damaged")]:
+        # A run whose checkpoints are all damaged must not start anew unnoticed, at any later start.
+        damaged = list(self.folder.glob("step-*.damaged"))
+        if damaged:
             raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir")
-        if resume not in ("auto", "never"):
-            if "progress" in (content := self.read(Path(resume))):
-                return content
-            raise UserError(f"checkpoint.resume is {resume}, which holds no run; give weights as model.weights")
-        weights = self.config.model.weights
-        return {"model": read_weights(Path(weights))} if weights is not None else {}
+        return None
+
+    def restore(self, parallel: Any, optimizer: Optimizer, set_sizes: Any) -> tuple[int, list[str]]:
+        """Load the initial content; returns the number of steps taken, and the changed settings."""
+        self.parallel = parallel
+        self.optimizer = optimizer
+        self.trained_parameters = set[Tensor]()
+        for group in optimizer.param_groups:
+            self.trained_parameters.update(group["params"])
+        # Some ranks may train nothing, if all of their parameters are frozen.
+        if not any(self.process.all_gather(len(self.trained_parameters))):
+            raise UserError("all parameters are frozen; leave some for the loss to change")
+        # A file of the same name may have another content when the run resumes.
+        digests = self.process.on_main(lambda: digest_files(self.config.files()))
+        self.settings = asdict(self.config)
+        self.settings["content"] = {"number of samples": set_sizes, **digests}
+        content = self.initial_content
+        if "progress" not in content:
+            if self.config.model.weights is not None:
+                self.load(parallel, content)
+            return 0, []
+        changes = self.compare_settings(content["config"])
+        self.load(parallel, content, optimizer)
+        self.repair_optimizer_state()
+        # The state is empty unless the saved run scaled its loss, as fp16 requires.
+        if content["scaler"]:
+            parallel.scaler.load_state_dict(content["scaler"])
+        return content["progress"]["step"], changes
+
+    @staticmethod
+    def load(parallel: Any, content: dict[str, Any], optimizer: Optimizer | None = None) -> None:
+        """Load what ``read_on_main`` returned into the model, and into the optimizer if given."""
+        # The tensors leave the content, so that their memory is free after they were loaded.
+        state = {"model": content.pop("model", {}), "optimizer": content.pop("optimizer", {})}
+        # PyTorch sends a tensor's bytes as they lie in memory: the other ranks would get one in
+        # channels_last with its elements permuted.
+        state = tree_map_only(Tensor, Tensor.contiguous, state)
+        parallel.load_full_state_dict(state["model"], optimizer, state["optimizer"].get("state"))
+
+    def repair_optimizer_state(self) -> None:
+        """Undo what loading has changed in the optimizer's state beyond its values."""
+        for name, parameter in self.parallel.module.named_parameters():
+            if name not in self.initial_content["parameters_with_state"]:
+                # It never had a gradient. PyTorch created a state in order to load one, with an
+                # empty step that AdamW would count.
+                self.optimizer.state.pop(parameter, None)
+                continue
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                # A fused optimizer requires the memory layout of its parameter.
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[key] = torch.empty_like(parameter).copy_(value)
+
+    def compare_settings(self, saved_settings: dict[str, Any]) -> list[str]:
+        """Return which settings changed; raises UserError if it is one that a run has to keep."""
+        # A change here would give weights another meaning, or the rest of the epoch other samples.
+        fixed_sections = {"content", "dataset", "model"}
+        fixed_settings = {"run.seed", "data.global_batch_size"}
+        # A file or run.dir may have moved, and a resumed run does not read the initial weights.
+        ignored = {*self.config.files(), "run.dir", "model.weights", "the content of model.weights"}
+        defaults = asdict(Config())
+        changes = []
+        for section, settings in self.settings.items():
+            for key, value in settings.items():
+                name = f"the {key}" if section == "content" else f"{section}.{key}"
+                # A checkpoint of an older version lacks newer settings, whose defaults then held.
+                default = defaults.get(section, {}).get(key)
+                saved_value = saved_settings.get(section, {}).get(key, default)
+                if value == saved_value or name in ignored:
+                    continue
+                if section in fixed_sections or name in fixed_settings:
+                    problem = f"{name} is {value}, and {saved_value} in the checkpoint"
+                    raise UserError(f"{problem}; give that, or another run.dir")
+                changes.append(f"{name} from {saved_value} to {value}")
+        return changes
+
+    def save(self, progress: dict[str, int]) -> Path:
+        """Copy the state of the run, and return the path to which a thread writes the copy."""
+        path = self.folder / f"step-{progress['step']:08d}.pt"
+        content = self.begin_save(progress) | self.parallel.full_state_dict(self.optimizer)
+        if self.process.rank != 0:
+            return path
+        # The next step changes the tensors, so the thread needs a copy. full_state_dict has copied
+        # what was on an accelerator: all, if the optimizer is fused. Others count steps on the CPU.
+        is_copy = self.process.device.type != "cpu" and self.optimizer.defaults.get("fused")
+        if not is_copy:
+            content = deepcopy(content)
+        self.pending = self.writer.submit(self.write, content, path)
+        return path
+
+    def begin_save(self, progress: dict[str, int]) -> dict[str, Any]:
+        """Wait for the previous save, check the weights, and return what all ranks have alike."""
+        self.wait_for_writers()
+        self.report_failed_save()
+        self.parallel.average_buffers()
+        for name, parameter in self.parallel.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter not in self.trained_parameters:
+                # A resumed run would not train it, because it builds its optimizer at the start.
+                problem = f"{name} is trained, but the optimizer lacked it at the start"
+                raise UserError(f"step {progress['step']} is not saved: {problem}")
+            if not parameter.sum().isfinite():
+                raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
+        scaler_state = self.parallel.scaler.state_dict()
+        return {"progress": progress, "config": self.settings, "scaler": scaler_state}
+
+    def write(self, content: dict[str, Any], path: Path) -> None:
+        """Write a checkpoint, and check of a run's first one that it can be read."""
+        write_atomically(path, lambda file: torch.save(content, file))
+        # torch.save accepts values that weights_only rejects, such as NumPy's numbers. The user has
+        # to learn this now, and not when the run is resumed.
+        if list_checkpoints(self.folder) == [path]:
+            read(path)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written; raises its error if it fails."""
+        self.wait_for_writers()
+        error = self.pop_error()
+        if error is not None:
+            raise error
+
+    def report_failed_save(self) -> None:
+        """Print once why the last checkpoint could not be written; never waits for it."""
+        error = self.pop_error()
+        if error is not None and self.process.rank == 0:
+            getLogger(__name__).error(f"error: {error}; the run continues and saves again when due")
+
+    def wait_for_writers(self) -> None:
+        """Wait until no rank writes a checkpoint; raises no error of a writer."""
+        # All ranks wait for rank 0 at the store, whose timeout is hours: a collective would time
+        # out while rank 0 still writes. If checkpoints are sharded, other ranks write, too.
+        self.process.on_main(self.wait_for_local_writer)
+        self.wait_for_local_writer()
+
+    def wait_for_local_writer(self) -> None:
+        """Wait until this rank writes no checkpoint; raises no error of its writer."""
+        if self.pending is not None:
+            self.pending.exception()  # Waits for the thread.
+
+    def pop_error(self) -> BaseException | None:
+        """Return the error of a save that has ended, once; None if it succeeded or goes on."""
+        if self.pending is None or not self.pending.done():
+            return None
+        error = self.pending.exception()
+        self.pending = None
+        return error
+
+    def prune(self, best_first: list[int]) -> None:
+        """Let rank 0 remove all checkpoints but the newest ``checkpoint.keep`` and the best."""
+        if self.process.rank != 0:
+            return
+        checkpoints = list_checkpoints(self.folder)
+        kept = set(checkpoints[-self.config.checkpoint.keep :])
+        paths = {path.stem: path for path in checkpoints}
+        for step in best_first:
+            # A checkpoint that could not be written is missing; then, the next best is kept.
+            best = paths.get(f"step-{step:08d}")
+            if best is not None:
+                write_atomically(self.folder / "best", best.name)
+                kept.add(best)
+                break
+        for path in checkpoints:
+            if path not in kept:
+                remove(path)
 
 
 def export(path: Path, output: Path) -> None:
-    """Write the weights of a checkpoint as a .safetensors file, with the run's settings in its metadata."""
-    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in read_weights(path).items()}
-    settings = {"config": json.dumps(read(path).get("config"))}
-    write_atomically(output, lambda file: file.write(save(weights, settings)))
+    """Write a checkpoint's weights to a .safetensors file, with the settings in its metadata."""
+    weights = {}
+    for name, value in read_weights(path).items():
+        # The format accepts only contiguous tensors, and none that share memory as tied ones do.
+        weights[name] = value.clone(memory_format=torch.contiguous_format)
+    metadata = {"config": json.dumps(read(path).get("config"))}
+    write_atomically(output, lambda file: file.write(safetensors.torch.save(weights, metadata)))

@@ -1,25 +1,30 @@
-"""Settings: typed dataclasses with one docstring per field, which ``--help`` shows. Imports no PyTorch."""
+"""Settings, whose docstrings ``--help`` shows; without PyTorch, so that a mistake shows at once."""
 
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse import set_parsing_settings
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True, unset_sentinel=True)  # Then null is a value.
+# jsonargparse takes null for "not given" unless it has a sentinel for that. A null is rejected then
+# where the type of a setting has no None.
+set_parsing_settings(docstring_parse_attribute_docstrings=True, unset_sentinel=True)
+
+# More loader processes would bring a machine down, and a longer time overflows a timedelta.
+LIMITS = {"data.num_workers": 1024, "distributed.timeout_seconds": 1e9}
 
 
 class UserError(Exception):
-    """Something that the user has to change: one line that names the problem and what would work."""
+    """A mistake of the user: one line that names the problem and what would work."""
 
 
 @dataclass
 class RunConfig:
-    """Where the run writes, and what makes it reproducible."""
+    """Where a run writes, and its seed."""
 
     dir: str = "runs/default"
-    """Directory for everything that the run writes; created if missing. The same command resumes the run there."""
+    """Directory that the run writes to, created if missing. The same command resumes the run."""
     seed: int = 0
     """Seed of the initial weights, the order of the data and its augmentation."""
 
@@ -29,11 +34,11 @@ class DataConfig:
     """How samples are grouped into batches."""
 
     global_batch_size: int = 64
-    """Samples per optimizer step, over all ranks together."""
+    """Number of samples per optimizer step, over all ranks together."""
     eval_batch_size: int = 256
-    """Samples per forward pass of evaluation, on each rank."""
+    """Number of samples per forward pass of evaluation, on each rank."""
     num_workers: int = 0
-    """Loader processes per rank; 0 loads in the rank's own process."""
+    """Number of loader processes per rank; 0 loads samples in the rank's own process."""
 
 
 #:: include "task/" ~ cookiecutter.task ~ "/config.py" ::#
@@ -49,15 +54,15 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr_ratio: float = 0.0
-    """Learning rate of the last step of ``train.epochs``, as a fraction of the peak."""
+    """Learning rate at the last step of ``train.epochs``, as a fraction of the peak."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises from zero to its peak."""
+    """Number of steps over which the learning rate rises from zero to its peak."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices and kernels; biases and normalization weights have none."""
+    """Decoupled weight decay of matrices and kernels; biases and norms have none."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
-    """Decay rates of AdamW's first and second moments."""
+    """Decay rates of AdamW's first and second moment estimates."""
     eps: float = 1e-8
-    """Term that AdamW adds to the denominator."""
+    """Term that AdamW adds to the denominator for numerical stability."""
 
 
 @dataclass
@@ -65,29 +70,29 @@ class TrainConfig:
     """The training loop."""
 
     epochs: int = 1
-    """Passes over the training set."""
+    """Number of passes over the training set."""
     max_steps: int | None = None
-    """Stop after this many optimizer steps; the schedule keeps its length, so a later run can resume from there."""
+    """Stop after this many steps; the schedule does not change, so that a later run can resume."""
     microbatches: int = 1
-    """Micro-batches that a rank splits its local batch into, to save memory; the result stays the same."""
+    """Number of parts that a rank splits its local batch into, to save memory."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of forward and backward; weights stay in fp32, and fp16 scales the loss."""
+    """Precision of the forward and backward passes. Weights stay in fp32; fp16 scales the loss."""
     exact: bool = True
-    """Deterministic algorithms alone, and on GPUs full fp32 instead of TF32. Turn it off for speed."""
+    """Use only deterministic algorithms, and full fp32 on GPUs. Turn this off for speed."""
     compile: bool = False
     """Compile each block of the model, and the losses, with torch.compile."""
     activation_checkpointing: bool = False
-    """Keep only the input of each block for backward and recompute the rest: less memory, a third more computation."""
+    """Keep only each block's input, and recompute the rest: less memory, more computation."""
     allow_unused: bool = False
-    """Accept parameters that the loss does not depend on, which are an error otherwise."""
+    """Accept parameters that the loss does not depend on; otherwise they are an error."""
     clip_grad_norm: float | None = None
-    """Maximum norm of the whole gradient; null turns clipping off."""
+    """Maximum norm of the gradient over all parameters; null turns clipping off."""
     log_every: int = 10
-    """Steps between two records; the loop waits for the device only then."""
+    """Number of steps between two records. The loop waits for the device only when it logs."""
     eval_every: int | None = None
-    """Steps between two evaluations, each after a checkpoint of that step; null evaluates only at the end."""
+    """Number of steps between two evaluations, each after a checkpoint; null: only at the end."""
     profile: bool = False
-    """Write each rank's trace of steps 11 to 15 of this start to run.dir, for https://ui.perfetto.dev."""
+    """Write a trace of steps 11 to 15 of each rank to run.dir, for https://ui.perfetto.dev."""
 
 
 @dataclass
@@ -95,14 +100,15 @@ class CheckpointConfig:
     """What a run saves, and what it resumes from."""
 
     every_steps: int | None = None
-    """Steps between two checkpoints; null saves only before an evaluation."""
+    """Number of steps between two checkpoints; null saves only before an evaluation."""
     keep: int = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
     resume: str = "auto"
-    """auto: resume if run.dir holds a checkpoint. never: reject such a run.dir. Or a checkpoint to start from."""
+    """auto: resume if run.dir has a checkpoint. never: reject such a run.dir. PATH: start there."""
     #:: if fact("shards") ::#
     format: Literal["full", "sharded"] = "full"
-    """full: one file, which rank 0 assembles and writes. sharded: a folder; each rank writes its part meanwhile."""
+    """full: rank 0 assembles and writes one file. sharded: each rank writes its part to a folder
+    while training continues."""
     #:: endif ::#
 
 
@@ -111,13 +117,13 @@ class DistributedConfig:
     """The process group."""
 
     device: Literal["auto", "cpu"] = "auto"
-    """auto: an accelerator for each rank if the machine has any, else the CPU."""
+    """auto: an accelerator for each rank if the machine has any, otherwise the CPU."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication backend; auto is PyTorch's default for the device: NCCL on NVIDIA GPUs, gloo on CPUs."""
+    """Communication backend. auto: that of the device, NCCL for NVIDIA GPUs, gloo for CPUs."""
     init_method: str = "env://"
-    """Rendezvous of the ranks: env:// (the launcher's variables), tcp://HOST:PORT or file:///PATH."""
+    """How ranks meet: env:// (the launcher's variables), tcp://HOST:PORT or file:///PATH."""
     timeout_seconds: float = 600.0
-    """Longest wait for other ranks, after which the run ends with an error."""
+    """Longest time in seconds to wait for other ranks; then the run ends with an error."""
 
 
 @dataclass
@@ -135,27 +141,65 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def files(self) -> dict[str, str]:
-        """Return the values of settings that are files, by name: those with ``metadata={"file": True}``."""
-        every = [(section, part, one) for section, part in vars(self).items() for one in fields(part)]
-        files = {f"{name}.{one.name}": getattr(part, one.name) for name, part, one in every if "file" in one.metadata}
-        return {name: path for name, path in files.items() if path is not None}
+        """Return the paths of settings with ``metadata={"file": True}``, by the setting's name."""
+        paths = {}
+        for section, settings in vars(self).items():
+            for setting in fields(settings):
+                # A setting without a file is null.
+                path = getattr(settings, setting.name)
+                if "file" in setting.metadata and path is not None:
+                    paths[f"{section}.{setting.name}"] = path
+        return paths
 
     def check(self, world_size: int, trains: bool) -> None:
-        """Reject values that cannot work; numbers are positive, or zero where that is the default."""
+        """Reject values that cannot work on ``world_size`` ranks, in training or otherwise."""
         for section, settings in vars(self).items():
+            defaults = type(settings)()
             for name, value in vars(settings).items():
-                cap = {"num_workers": 1024, "timeout_seconds": 1e9}.get(name, 2**63 if type(value) is int else math.inf)
-                is_zero_by_default = value == 0 and getattr(type(settings), name) == 0
-                if value == "" or (type(value) in (int, float) and not (0 < value < cap or is_zero_by_default)):
-                    wanted = "text" if value == "" else f"number > 0 and < {cap:g}"
-                    raise UserError(f"{section}.{name} is {value!r}; give a {wanted}")
-        for name, path in {**self.files(), "checkpoint.resume": self.checkpoint.resume}.items():
-            if path not in ("auto", "never") and not Path(path).exists() and (trains or name != "model.weights"):
-                raise UserError(f"{name} is {path}: no such file")
+                check_value(f"{section}.{name}", value, getattr(defaults, name))
+        self.check_files(trains)
+        # check_value looks at numbers and texts, and this is a list.
         if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
-            raise UserError(f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1")
-        for check in [part.check for part in vars(self).values() if hasattr(part, "check")]:
-            check(self, world_size)
-        batch, dp_size = self.data.global_batch_size, self.parallel.dp_size(world_size)
-        if trains and batch % (unit := dp_size * self.train.microbatches):
-            raise UserError(f"data.global_batch_size is {batch}; {unit} (local batches x micro-batches) must divide it")
+            raise UserError(
+                f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1"
+            )
+        for settings in vars(self).values():
+            # Not every section has settings that depend on each other.
+            if hasattr(settings, "check"):
+                settings.check(self, world_size)
+        # Every local batch has an equal part of the samples, and so has each of its micro-batches.
+        batch_size = self.data.global_batch_size
+        divisor = self.parallel.dp_size(world_size) * self.train.microbatches
+        if trains and batch_size % divisor:
+            raise UserError(
+                f"data.global_batch_size is {batch_size}; "
+                f"{divisor} (local batches x micro-batches) must divide it"
+            )
+
+    def check_files(self, trains: bool) -> None:
+        """Reject files that do not exist."""
+        paths = self.files()
+        if not trains:
+            # A checkpoint has the weights; the file that they started from may be gone.
+            paths.pop("model.weights", None)
+        if self.checkpoint.resume not in ("auto", "never"):
+            paths["checkpoint.resume"] = self.checkpoint.resume
+        for name, path in paths.items():
+            if not Path(path).exists():
+                raise UserError(f"{name} is {path}: no such file")
+
+
+def check_value(name: str, value: Any, default: Any) -> None:
+    """Reject an empty text, and a number that is not positive; zero is allowed as the default."""
+    if value == "":
+        raise UserError(f"{name} is {value!r}; give a text")
+    # Not isinstance(): a bool is an int, too.
+    if type(value) not in (int, float) or value == default == 0:
+        return
+    limit = LIMITS.get(name, math.inf)
+    if isinstance(value, int):
+        # Generators and tensors take integers of 64 bits.
+        limit = min(limit, 2**63)
+    # NaN is rejected too: every comparison with it is false.
+    if not 0 < value < limit:
+        raise UserError(f"{name} is {value!r}; give a number > 0 and < {limit:g}")

@@ -1,4 +1,4 @@
-"""The process group: which rank this is, setup and cleanup, seeds, stop signals."""
+"""The process group: which rank this is, setup and cleanup, device, seeds, stop signals."""
 
 import ctypes
 import gc
@@ -19,142 +19,228 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .config import Config, UserError
 
-CPU, STOP_SIGNALS = torch.device("cpu"), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+CPU = torch.device("cpu")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FILE_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.
+CHECK_SECONDS = 2.5  # How often ranks ask for stop signals.
 
 
 @dataclass
 class Process:
-    """This process of the run, its device, and what it reaches the other ranks by."""
+    """This process of the run, its device, and how it reaches the other ranks."""
 
-    store: Any  # What rank 0 has read or written, stop signals, and why the run failed.
-    rank: int  # 0 prints, and writes files.
+    store: Any  # Keys and values for all ranks: what rank 0 has read, and why the run failed.
+    rank: int  # Rank 0 prints, and writes files.
     world_size: int
     device: torch.device = CPU
-    cpu_group: Any = None  # All ranks, for messages that do not wait for the device.
-    calls: int = 0  # Of on_main, the same number on all ranks.
+    cpu_group: Any = None  # A gloo group of all ranks, whose messages do not wait for the device.
+    num_calls: int = 0  # The number of calls of on_main, the same on all ranks.
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        """Read or write files on rank 0; every rank gets what ``action`` returns, or its error as a UserError."""
-        self.calls += 1
+        """Read or write files on rank 0; every rank gets its result, or its error as a UserError.
+
+        Other ranks wait in the store: the timeout of a collective is too short for large files.
+        """
+        self.num_calls += 1
+        key = f"main{self.num_calls}"
         if self.rank == 0:
             try:
-                outcome = action()
-            except Exception as error:  # All ranks end, and at once.
+                result = action()
+            except Exception as error:
+                # All ranks have to end, whatever the error is; one that nobody expects is a bug.
                 if not isinstance(error, UserError | OSError):
                     traceback.print_exc()
-                outcome = UserError(str(error))
-            self.store.set(f"main{self.calls}", pickle.dumps(outcome))
-        self.store.wait([f"main{self.calls}"], FILE_TIMEOUT)
-        if isinstance(outcome := pickle.loads(self.store.get(f"main{self.calls}")), UserError):
-            raise outcome
-        return outcome
+                result = UserError(str(error))
+            self.store.set(key, pickle.dumps(result))
+        self.store.wait([key], FILE_TIMEOUT)
+        result = pickle.loads(self.store.get(key))
+        if isinstance(result, UserError):
+            raise result
+        return result
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
-        dist.all_gather_object(values := [None] * self.world_size, value, group=self.cpu_group)
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.cpu_group)
         return values
 
 
 def rendezvous(config: Config) -> Process:
-    """Find the other ranks by the launcher's variables, or be alone if there are none."""
+    """Find the other ranks by the launcher's environment variables, or be alone without them."""
     if sys.platform == "linux" and "LOCAL_RANK" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end when the launcher is killed.
-        if os.environ.get("LAUNCHER_PID") not in (None, str(os.getppid())):
-            exit_now(1)  # It is gone.
+        end_with_launcher()
     if "RANK" not in os.environ:
-        return Process(dist.HashStore(), 0, 1)
-    method, wait = config.distributed.init_method, timedelta(seconds=config.distributed.timeout_seconds)
-    if method != "env://":
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # Rank 0 opens the store, not torchrun.
+        return Process(dist.HashStore(), rank=0, world_size=1)
+    init_method = config.distributed.init_method
+    timeout = timedelta(seconds=config.distributed.timeout_seconds)
+    if init_method != "env://":
+        # This variable says that the launcher holds the store. It holds none at another address.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     try:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store, *ranks = next(dist.rendezvous(method, rank, world_size, timeout=wait))
+        rank = int(os.environ["RANK"])
+        world_size = int(os.environ["WORLD_SIZE"])
+        meeting = dist.rendezvous(init_method, rank, world_size, timeout=timeout)
+        store, rank, world_size = next(meeting)
     except (KeyError, ValueError, dist.DistError) as error:
-        raise UserError(f"the other ranks are not at RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {error}") from None
-    return Process(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), *ranks)
+        variables = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        raise UserError(f"the other ranks are not at {variables}: {error}") from None
+    # Ranks that torchrun starts again get the same store. A prefix hides the keys of before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Process(dist.PrefixStore(attempt, store), rank, world_size)
+
+
+def end_with_launcher() -> None:
+    """Let Linux kill this process when its launcher ends, even if that is killed itself."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h.
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    # A launcher that ended before this call sends no signal, but this process has another parent.
+    parent = str(os.getppid())
+    if os.environ.get("LAUNCHER_PID", parent) != parent:
+        exit_now(1)
 
 
 def setup(config: Config, process: Process) -> None:
     """Choose device, backend and algorithms, and join the process group."""
-    process.device, backend = choose_device(config)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(exact := config.train.exact)  # And full fp32; else TF32 and whatever is fastest.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = not exact
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (it has no type)
-    # NCCL ends a process that waits too long; before that, the process has to find out, by gloo, for which rank.
-    timeout, is_gloo = timedelta(seconds=config.distributed.timeout_seconds), backend == "gloo"
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # Of all groups, those of a DeviceMesh too.
-        setattr(dist.distributed_c10d, name, timeout if is_gloo else 2 * timeout)
-    dist.init_process_group(backend, None, None, process.world_size, process.rank, process.store)
-    process.cpu_group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo", timeout=timeout)
+    process.device = choose_device(config)
+    backend = choose_backend(config, process.device)
+    choose_algorithms(config.train.exact)
+    timeout = timedelta(seconds=config.distributed.timeout_seconds)
+    # NCCL ends a process that waits too long, before Python can print anything. So the gloo group
+    # gives up first, and failures.py finds out which ranks are silent.
+    group_timeout = timeout if backend == "gloo" else 2 * timeout
+    # PyTorch reads these when it creates a group. init_device_mesh has no argument for a timeout.
+    distributed_c10d.default_pg_timeout = group_timeout
+    distributed_c10d.default_pg_nccl_timeout = group_timeout
+    dist.init_process_group(
+        backend, store=process.store, rank=process.rank, world_size=process.world_size
+    )
+    if backend == "gloo":
+        # One more gloo group would open a connection to each of the other ranks.
+        process.cpu_group = dist.group.WORLD
+    else:
+        process.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
 
 
-def choose_device(config: Config) -> tuple[torch.device, str]:
-    """Return this rank's first accelerator, or the CPU if there is none or it was asked for, and the backend."""
-    settings, device = config.distributed, CPU
+def choose_device(config: Config) -> torch.device:
+    """Return this rank's first accelerator, or the CPU if there is none or it was asked for."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if settings.device != "cpu" and accelerator and (accelerator.type != "mps" or "RANK" not in os.environ):
-        each = getattr(config.parallel, "devices", 1)  # Several under model parallelism.
-        first, available = int(os.environ.get("LOCAL_RANK", "0")) * each, torch.accelerator.device_count()
-        if settings.backend == "gloo" and not getattr(config.parallel, "gloo_on_accelerators", False):
-            raise UserError("gloo cannot send an accelerator's tensors; add --distributed.device cpu")
-        if settings.backend != "gloo" and first + each > available:
-            raise UserError(f"{available} device(s) are too few; lower NPROC, or add --distributed.device cpu")
-        device = torch.device(accelerator.type, first % available)
-        torch.accelerator.set_device_index(device)  # Else every rank opens a context on the first one.
-    return device, dist.get_default_backend_for_device(device) if settings.backend == "auto" else settings.backend
+    if accelerator is None or config.distributed.device == "cpu":
+        return CPU
+    if accelerator.type == "mps" and "RANK" in os.environ:
+        return CPU  # No backend sends tensors of Apple's GPU.
+    devices_per_rank = getattr(config.parallel, "devices", 1)
+    first_device = int(os.environ.get("LOCAL_RANK", "0")) * devices_per_rank
+    num_devices = torch.accelerator.device_count()
+    if config.distributed.backend == "gloo":
+        if not getattr(config.parallel, "gloo_on_accelerators", False):
+            reason = "gloo cannot send an accelerator's tensors"
+            raise UserError(f"{reason}; add --distributed.device cpu")
+        # Ranks may share a device under gloo. NCCL refuses that.
+        first_device %= num_devices
+    elif first_device + devices_per_rank > num_devices:
+        reason = f"{num_devices} device(s) are too few"
+        raise UserError(f"{reason}; lower NPROC, or add --distributed.device cpu")
+    device = torch.device(accelerator.type, first_device)
+    # Otherwise, every rank would open a context on the first device, which takes memory there.
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def choose_backend(config: Config, device: torch.device) -> str:
+    """Return the backend that was asked for, or PyTorch's default for the device."""
+    backend = config.distributed.backend
+    if backend == "auto":
+        return dist.get_default_backend_for_device(device)
+    if backend == "nccl" and device.type != "cuda":
+        raise UserError("distributed.backend is nccl, but there are no GPUs to use; set it to auto")
+    return backend
+
+
+def choose_algorithms(exact: bool) -> None:
+    """Choose deterministic algorithms and full fp32 if ``exact``, else the fastest, and TF32."""
+    # cuBLAS reads the size of its workspaces here, which it needs to be deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(exact)
+    # PyTorch would then also fill all new memory, which takes time.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    torch.backends.cuda.matmul.allow_tf32 = not exact
+    torch.backends.cudnn.allow_tf32 = not exact
+    # A benchmark may choose other algorithms in every run.
+    torch.backends.cudnn.benchmark = not exact
 
 
 def cleanup(process: Process, stopped: bool = False) -> None:
-    """Leave the process group, and end the process with exit code 0, or 143 if a signal stopped its work."""
-    dist.barrier(group=process.cpu_group)  # Rank 0 may hold the store, which others still read.
+    """Leave the process group, and end the process: exit code 0, or 143 if a signal stopped it."""
+    # Rank 0 may hold the store, which others still read.
+    dist.barrier(group=process.cpu_group)
     dist.destroy_process_group()
-    gc.collect()  # Ends loader processes.
+    # Loader processes end when nothing refers to their loader.
+    gc.collect()
     exit_now(128 + signal.SIGTERM if stopped else 0)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process at once: Python would take threads apart that gloo keeps running, and sometimes abort."""
-    with suppress(OSError, AttributeError):  # Nobody may read it any more, or it was closed.
+    """End the process at once; Python would first delete objects that threads of gloo use."""
+    # The output may be closed, or nobody may read it any more.
+    with suppress(OSError, AttributeError):
         sys.stdout.flush()
     os._exit(code)
 
 
 def derive_seed(*key: int | str) -> int:
-    """Return a hash of ``key``, such as (seed, epoch, index) or (seed, "step", step, rank), as a seed."""
-    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+    """Return a hash of ``key`` as a seed, such as (seed, epoch, index) or (seed, "step", step)."""
+    digest = blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def seed_everything(seed: int, device: torch.device | None = None) -> None:
-    """Seed Python, NumPy and PyTorch."""
+    """Seed Python, NumPy and PyTorch, on the CPU and, if given, on an accelerator."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    generators: Any = torch.default_generator if device in (None, CPU) else torch  # It takes 0.1 ms to find them all.
-    generators.manual_seed(seed)
+    if device is None or device == CPU:
+        # The function below takes 0.1 ms to look for accelerators, and this runs for each sample.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 class StopSignal:
-    """Reports SIGTERM, SIGUSR1 or Ctrl-C; a handler must not call a collective, so ranks agree between steps."""
+    """Receives SIGTERM, SIGUSR1 and Ctrl-C, so that all ranks stop after the same step."""
 
     def __init__(self, process: Process) -> None:
-        self.process, self.clock = process, time.monotonic()
-        self.steps, self.steps_between = 0, 1  # Since the last check, and from one to the next, 2.5 seconds later.
+        self.process = process
+        self.last_check = time.monotonic()
+        self.steps_since_check = 0
+        self.steps_between_checks = 1
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: process.store.set("stop", ""))
+            signal.signal(number, self.receive)
+
+    def receive(self, *_: object) -> None:
+        """Handle a signal. A handler must not call a collective, which it may interrupt."""
+        self.process.store.set("stop", "")
 
     def agreed(self, must_check: bool) -> bool:
-        """Return after a step whether any rank has received a signal; not all steps are checked."""
-        self.steps += 1
-        if not must_check and self.steps < self.steps_between:
+        """Return after a step, on all ranks, whether any rank has received a signal.
+
+        A check takes messages, so it is due only after as many steps as rank 0 last took in
+        CHECK_SECONDS, and whenever ``must_check``.
+        """
+        self.steps_since_check += 1
+        if not must_check and self.steps_since_check < self.steps_between_checks:
             return False
         received = self.process.rank == 0 and self.process.store.check(["stop"])
-        message = torch.tensor([received, 2.5 * self.steps / max(time.monotonic() - self.clock, 1e-6)])
-        dist.barrier(group=self.process.cpu_group)  # Else only some ranks would notice one that hangs.
-        dist.broadcast(message, 0, group=self.process.cpu_group)  # A tree: log2(N) messages, one after the other.
-        received, self.steps_between = message.tolist()
-        self.steps, self.clock = 0, time.monotonic()
+        seconds = max(time.monotonic() - self.last_check, 1e-6)
+        next_interval = CHECK_SECONDS * self.steps_since_check / seconds
+        # A broadcast alone would not show all ranks that one of them hangs.
+        dist.barrier(group=self.process.cpu_group)
+        # Rank 0 decides for all, in one message of two numbers.
+        decision = torch.tensor([float(received), next_interval])
+        dist.broadcast(decision, 0, group=self.process.cpu_group)
+        received, self.steps_between_checks = decision.tolist()
+        self.steps_since_check = 0
+        self.last_check = time.monotonic()
         return received > 0

@@ -1,6 +1,7 @@
-"""Exact evaluation: every sample counts once, for any number of ranks."""
+"""Exact evaluation: every sample counts once, on any number of ranks."""
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,33 @@ from .task import Task
 
 
 class Evaluator:
-    """Evaluates a model on a dataset when called; a collective."""
+    """Evaluates a model on a dataset when it is called, which is a collective."""
 
     def __init__(self, task: Task, parallel: Parallel, dataset: Any, config: Config) -> None:
-        self.task, self.parallel, self.length = task, parallel, len(dataset)
-        self.indices = range(parallel.dp_rank, self.length, parallel.dp_size)
-        self.keys = [(0, i) for i in (*self.indices, 0)[: -(-self.length // parallel.dp_size)]]  # 0 fills up.
-        self.loader = build_loader(dataset, self.keys, config.data.eval_batch_size, config, parallel.device)
+        self.task = task
+        self.parallel = parallel
+        self.num_samples = len(dataset)
+        self.indices = range(parallel.dp_rank, self.num_samples, parallel.dp_size)
+        # All ranks run the same number of batches, because a forward pass may be a collective. A
+        # rank with a sample less repeats sample 0, whose metrics measure() drops.
+        samples_per_rank = math.ceil(self.num_samples / parallel.dp_size)
+        padding = [0] * (samples_per_rank - len(self.indices))
+        self.keys = [(0, index) for index in (*self.indices, *padding)]  # (epoch, index)
+        batch_size = config.data.eval_batch_size
+        self.loader = build_loader(dataset, self.keys, batch_size, config, parallel.device)
 
     def __call__(self, process: Process) -> dict[str, Any]:
-        """Return on rank 0 what ``Task.aggregate`` makes of all samples."""
+        """Return on rank 0 what ``Task.aggregate`` makes of all samples; {} on the other ranks."""
         self.parallel.average_buffers()
         self.parallel.module.eval()
-        parts: list[Any] | None = [None] * process.world_size if process.rank == 0 else None
-        dist.gather_object(self.measure(), parts, group=process.cpu_group)
+        measured = self.measure()
         self.parallel.module.train()
-        return self.aggregate(parts) if parts else {}
+        if process.rank > 0:
+            dist.gather_object(measured, group=process.cpu_group)
+            return {}
+        parts: list[Any] = [None] * process.world_size
+        dist.gather_object(measured, parts, group=process.cpu_group)
+        return self.aggregate(parts)
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#
@@ -41,40 +53,61 @@ class Evaluator:
     #:: else ::#
     @torch.no_grad()
     def measure(self) -> dict[str, np.ndarray]:
-        """Return metrics of the samples whose outputs this rank has, and their ``index``."""
+        """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
         for batch in self.loader:
-            inputs, targets = self.task.prepare(*to_device(batch, self.parallel.device))
-            if (outputs := self.parallel.predict(inputs)) is not None:
-                if not isinstance(measured := self.task.metrics(outputs, targets), dict):
-                    raise UserError("Task.metrics returns no dictionary")
-                for name, values in measured.items():
-                    # Copied: a loader's is an open file. NumPy lacks bfloat16.
-                    copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
-                    collected.setdefault(name, []).append(torch.atleast_1d(copy))
+            inputs, targets = to_device(batch, self.parallel.device)
+            inputs, targets = self.task.prepare(inputs, targets)
+            outputs = self.parallel.predict(inputs)
+            if outputs is None:
+                # Under some strategies, only some ranks have outputs.
+                continue
+            measured = self.task.metrics(outputs, targets)
+            if not isinstance(measured, dict):
+                raise UserError("Task.metrics returns no dictionary")
+            for name, values in measured.items():
+                # A tensor of a loader process is a file that stays open as long as it is kept, so
+                # the metrics are copied, and in fp32 where NumPy lacks their type.
+                copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
+                collected.setdefault(name, []).append(torch.atleast_1d(copy))
+        return self.to_numpy(collected)
+    #:: endif ::#
+
+    def to_numpy(self, collected: dict[str, list[Tensor]]) -> dict[str, np.ndarray]:
+        """Join the batches' metrics, and drop those of repeated samples."""
         count = len(self.indices) if collected else 0
         metrics = {"index": np.array(self.indices[:count], dtype=np.int64)}
         for name, batches in collected.items():
-            whole = torch.cat(batches)
-            if len(whole) != len(self.keys):
+            values = torch.cat(batches)
+            if len(values) != len(self.keys):
                 raise UserError(f"Task.metrics has to return one value of {name} for each sample")
-            metrics[name] = whole[:count].cpu().numpy()
+            metrics[name] = values[:count].cpu().numpy()
         return metrics
-    #:: endif ::#
 
     def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Merge the ranks' metrics in the dataset's order: sums over it do not depend on the split."""
-        parts = [part for part in parts if len(part["index"])]
+        """Merge the metrics of all ranks, and aggregate them."""
+        parts = [part for part in parts if len(part["index"]) > 0]
+        # Sums of floats depend on their order. The dataset's is the same for any number of ranks.
         order = np.argsort(np.concatenate([part["index"] for part in parts]))
-        merged = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
-        try:  # Numbers of NumPy and PyTorch become built-in ones, or null if not finite.
-            text = json.dumps(self.task.aggregate(merged), default=lambda part: part.tolist())
-        except (AttributeError, TypeError, ValueError) as error:
-            raise UserError(f"Task.aggregate returns what JSON cannot hold: {error}") from None
-        metrics: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-        if not isinstance(metrics.get(self.task.best_metric, ""), int | float | None):
-            raise UserError(f"Task.aggregate returns no number as {self.task.best_metric!r}, its best_metric")
+        merged = {}
+        for name in parts[0]:
+            merged[name] = np.concatenate([part[name] for part in parts])[order]
+        metrics = to_plain_numbers(self.task.aggregate(merged))
+        best_metric = metrics.get(self.task.best_metric, "")
+        if not isinstance(best_metric, int | float | None):
+            name = repr(self.task.best_metric)
+            raise UserError(f"Task.aggregate returns no number as {name}, its best_metric")
         return metrics
+
+
+def to_plain_numbers(metrics: Any) -> dict[str, Any]:
+    """Return metrics with numbers of NumPy and PyTorch as Python's, or None if not finite."""
+    try:
+        text = json.dumps(metrics, default=lambda array: array.tolist())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"Task.aggregate returns what JSON cannot hold: {error}") from None
+    plain: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
+    return plain
 
 
 def evaluate(path: str, config: Config, given: set[str], process: Process) -> None:
@@ -82,4 +115,5 @@ def evaluate(path: str, config: Config, given: set[str], process: Process) -> No
     task, parallel, test_set, step = load_experiment(path, config, given, process)
     metrics = Evaluator(task, parallel, test_set, config)(process)
     if process.rank == 0:
-        print(json.dumps(dict(event="eval", step=step, split="test", num_samples=len(test_set), **metrics)))
+        head = {"event": "eval", "step": step, "split": "test", "num_samples": len(test_set)}
+        print(json.dumps(dict(**head, **metrics)))

@@ -1,4 +1,4 @@
-"""The experiment: task, model and the three sets, built by the seed, or as a checkpoint describes them."""
+"""The experiment: task, model and data sets, built by the seed or by a checkpoint's settings."""
 
 import sys
 from pathlib import Path
@@ -17,38 +17,71 @@ from .parallel import Parallel
 from .task import Task
 
 
-def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, tuple[Any, Any, Any]]:
-    """Build task, model and the three sets by the seed."""
+def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, Any]:
+    """Build the task, the model, and the sets for training, validation and test."""
+    # A random split of the data is the same on all ranks, and in every command.
     seed_everything(config.run.seed)
     datasets = build_datasets(config)
-    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
-        raise UserError("an IterableDataset has no length; see docs/recipes/stream.md of ddp-template")
-    lengths = process.all_gather([len(dataset) for dataset in datasets])
-    if len(lengths[0]) != 3 or not all(lengths[0]) or lengths != [lengths[0]] * process.world_size:
-        raise UserError(f"the datasets have {lengths} samples; return three, none empty, equal on all ranks")
-    task = Task(config, process.device)
-    for part in tree_leaves(vars(task)):
-        if isinstance(part, nn.Module):  # Such as a teacher.
-            part.to(process.device).eval().requires_grad_(False)
-    if config.train.compile:  # Otherwise, the logits would be kept in fp32.
-        setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (a method has another type)
-    seed_everything(config.run.seed)  # Whatever was drawn before.
+    check_datasets(datasets, process)
+    task = build_task(config, process.device)
+    # The initial weights do not depend on what the data sets and the task have drawn.
+    seed_everything(config.run.seed)
     return task, Parallel(config, process), datasets
 
 
-def load_experiment(path: str, config: Config, given: set[str], process: Process) -> tuple[Task, Parallel, Any, int]:
-    """Return task, model, test set and step of a checkpoint, with its own settings unless they are ``given``."""
+def check_datasets(datasets: Any, process: Process) -> None:
+    """Reject what are not three sets of the same lengths on all ranks."""
+    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
+        page = "docs/recipes/stream.md of ddp-template"
+        raise UserError(f"an IterableDataset has no length; see {page}")
+    lengths = [len(dataset) for dataset in datasets]
+    lengths_of_ranks = process.all_gather(lengths)
+    are_equal = all(others == lengths for others in lengths_of_ranks)
+    are_filled = len(lengths) == 3 and min(lengths) > 0
+    if not are_equal or not are_filled:
+        problem = f"the datasets have {lengths_of_ranks} samples"
+        raise UserError(f"{problem}; return three, none empty, equal on all ranks")
+
+
+def build_task(config: Config, device: torch.device) -> Task:
+    """Build the task on ``device``, with its modules frozen."""
+    task = Task(config, device)
+    for member in tree_leaves(vars(task)):
+        if isinstance(member, nn.Module):
+            # A task's module, such as a teacher, is not trained: the optimizer never sees it.
+            member.to(device).eval().requires_grad_(False)
+    if config.train.compile:
+        # A loss that is not compiled keeps a copy of the logits in fp32 for backward.
+        setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (mypy: a method)
+    return task
+
+
+def load_experiment(
+    path: str, config: Config, given: set[str], process: Process
+) -> tuple[Task, Parallel, Any, int]:
+    """Return task, model, test set and step of a checkpoint; settings that are ``given`` hold."""
     content = read_on_main(lambda: Parallel.checkpointer.read(Path(path)), process)
     if "config" not in content:
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")
-    for section, settings in vars(config).items():
-        for name, value in content["config"].get(section, {}).items():
-            if (section in ("model", "dataset") or name in ("seed", "precision")) and hasattr(settings, name):
-                if not {section, f"{section}.{name}"} & given:
-                    setattr(settings, name, value)
-                elif process.rank == 0 and getattr(settings, name) != value:
-                    print(f"{section}.{name}: {getattr(settings, name)} instead of {value}", file=sys.stderr)
+    apply_saved_settings(config, content["config"], given, warns=process.rank == 0)
     config.check(process.world_size, trains=False)
-    task, parallel, (_, _, test_set) = build_experiment(config, process)
+    task, parallel, datasets = build_experiment(config, process)
     Parallel.checkpointer.load(parallel, content)
+    test_set = datasets[2]
     return task, parallel, test_set, content["progress"]["step"]
+
+
+def apply_saved_settings(config: Config, saved: Any, given: set[str], warns: bool) -> None:
+    """Take model, dataset, seed and precision from a checkpoint, unless they are ``given``."""
+    for section, settings in vars(config).items():
+        for name, saved_value in saved.get(section, {}).items():
+            decides_on_results = section in ("model", "dataset") or name in ("seed", "precision")
+            # A checkpoint of an older version of the project may have settings that are gone.
+            if not decides_on_results or not hasattr(settings, name):
+                continue
+            if section not in given and f"{section}.{name}" not in given:
+                setattr(settings, name, saved_value)
+                continue
+            value = getattr(settings, name)
+            if warns and value != saved_value:
+                print(f"{section}.{name}: {value} instead of {saved_value}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Failures: which rank failed or is silent, and which rank prints it."""
 
-import re
+import math
 import signal
 import sys
 import time
@@ -14,51 +14,137 @@ import torch.distributed as dist
 from .config import UserError
 from .distributed import STOP_SIGNALS, Process, exit_now
 
-GLOO = r"(Gloo .*)?\[\S*gloo/|Application timeout caused pair closure"  # How its errors begin.
-CLEAR = "state_dict for|a deterministic|(not|that) require.{1,4}grad|finished reduction|FSDP does not|have NCCL|no GPUs"
-REPORT_SECONDS = 3.0  # How long ranks that waited in vain are counted, to find those that are silent.
+# Gloo raises plain RuntimeErrors. Almost all of them name the line of gloo's source that failed.
+GLOO_PHRASES = ("/gloo/", "Application timeout caused pair closure")
+# PyTorch raises errors with these words for mistakes in the experiment, which one line explains
+# better than a traceback.
+MISTAKE_PHRASES = (
+    "state_dict for",  # model.weights are those of another model.
+    "a deterministic",  # train.exact is set, but an operation is never deterministic.
+    "that requires a grad",  # All parameters are frozen.
+    "not require grad",  # The loss depends on no parameter that is trained.
+    "finished reduction",  # Only some micro-batches of a step use a parameter.
+    "non-contiguous parameters",  # A parameter with strides of its own cannot be sharded.
+)
+# Ranks whose wait times out do so within this time of each other.
+REPORT_SECONDS = 3.0
 
 
 def fail(error: Exception, process: Process) -> NoReturn:
-    """End this process. The first rank that fails prints why; if all waited, rank 0 prints which ranks are silent."""
+    """End this process because of an error, and print why the run failed, on one rank."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    error = find_dead_loader(error, process)
+    error = find_mistake(error)
+    waited = is_about_another_rank(error)
+    report = report_silent_ranks if waited else report_failure
     try:
-        time.sleep(0.2 + 0.5 * (process.rank > 0))  # Rank 0 is the one to print what all ranks find.
-    except RuntimeError as named:  # A loader process died, and its broken connection was found first.
-        error = named
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    if re.search(CLEAR, str(error)):
-        error = UserError(str(error).replace("you set", "train.exact sets"))
-    waited = isinstance(error, dist.DistError) or bool(re.match(GLOO, str(error.__cause__ or error)))
-    text = " ".join(re.sub(r"(?s)\[\S*gloo/\S*\]|.*Traceback .*\n\b", "", f"{type(error).__name__}: {error}").split())
-    try:
-        reason, prints = ThreadPoolExecutor(1).submit(find_reason, text, waited, process).result(4 * REPORT_SECONDS)
+        # The store may be gone, and does not answer for hours then. A thread can be left behind.
+        answer = ThreadPoolExecutor(1).submit(report, describe(error), process)
+        reason, prints = answer.result(timeout=4 * REPORT_SECONDS)
     except (RuntimeError, TimeoutError):
-        reason, prints = "no report from rank 0: dead, or cut off", process.rank % -(-process.world_size // 8) == 0
-    line = f"rank {process.rank} waited in vain: {reason}" if waited else text.removeprefix("UserError: ")[:2000]
-    with suppress(OSError):  # Nobody may read it.
-        if prints and not waited and not isinstance(error, UserError):
-            traceback.print_exception(error)
-        elif prints:
-            print("error:", line, file=sys.stderr)
+        reason = "no report from rank 0: dead, or cut off"
+        # Ranks cannot agree on one that prints: at most eight do, however many there are.
+        prints = process.rank % math.ceil(process.world_size / 8) == 0
+    if waited:
+        # A traceback would only show where this rank waited: print one line instead.
+        error = UserError(f"rank {process.rank} waited in vain: {reason}")
+    if prints:
+        print_error(error)
     exit_now(2 if "failed with UserError" in reason else 1)
 
 
-def find_reason(text: str, waited: bool, process: Process) -> tuple[str, bool]:
-    """Return why the run ends, and whether this rank prints it; a rank that waited leaves, so that others notice."""
-    store, me, every = process.store, str(process.rank), {*range(process.world_size)}
-    if not waited:
-        first = store.compare_set("failure", "", own := f"rank {me} failed with {text}").decode()
-        return first, first == own or "failed with" not in first
-    store.set(f"waited{me}", "")
-    # If waits timed out, one rank looks for silent ones; if a connection was closed, the launcher names the rank.
-    silent = every if re.search("imed? ?out", text) and store.compare_set("searches", "", me).decode() == me else set()
-    deadline = time.monotonic() + (REPORT_SECONDS if silent else REPORT_SECONDS + 1 if process.rank == 0 else 0)
-    while time.monotonic() < deadline and not store.check(["failure"]):
+def find_dead_loader(error: Exception, process: Process) -> Exception:
+    """Return the death of a loader process, if there was one, instead of what it caused."""
+    try:
+        # The DataLoader's handler of SIGCHLD raises a RuntimeError in whatever Python code runs,
+        # maybe after the error of a broken connection: this gives it code to interrupt. Other
+        # ranks sleep longer, so that rank 0 is the first to report an error that all ranks have.
+        time.sleep(0.2 if process.rank == 0 else 0.7)
+    except RuntimeError as dead_loader:
+        error = dead_loader
+    # Another death would interrupt the report.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return error
+
+
+def find_mistake(error: Exception) -> Exception:
+    """Return a UserError for an error of PyTorch that is known to be a mistake of the user's."""
+    message = str(error)
+    if any(phrase in message for phrase in MISTAKE_PHRASES):
+        error = UserError(message.replace("you set", "train.exact sets"))
+    return error
+
+
+def is_about_another_rank(error: Exception) -> bool:
+    """Return whether this rank only waited for another one: in the store, by gloo or by NCCL."""
+    # Some collectives run inside code of PyTorch that wraps every error in one of its own.
+    original = error.__cause__ or error
+    if isinstance(original, dist.DistError):
+        return True
+    is_from_gloo = any(phrase in str(original) for phrase in GLOO_PHRASES)
+    return is_from_gloo and isinstance(original, RuntimeError)
+
+
+def describe(error: Exception) -> str:
+    """Return the type and message of an error in one line."""
+    text = f"{type(error).__name__}: {error}"
+    if "Traceback (most recent call last)" in text:
+        # A loader process sends its traceback as text, whose last line is its error.
+        text = text.rstrip().splitlines()[-1]
+    # Lines of gloo's source mean nothing to the reader.
+    return " ".join(word for word in text.split() if "/gloo/" not in word)
+
+
+def report_failure(description: str, process: Process) -> tuple[str, bool]:
+    """Report that this rank failed; return why the run ends, and whether this rank prints it."""
+    own_reason = f"rank {process.rank} failed with {description}"
+    # The store keeps the first reason that any rank gives, and returns it to all.
+    reason = process.store.compare_set("failure", "", own_reason).decode()
+    # Other ranks may have called this one silent, because it failed after they had given up.
+    was_called_silent = "failed with" not in reason
+    return reason, reason == own_reason or was_called_silent
+
+
+def report_silent_ranks(description: str, process: Process) -> tuple[str, bool]:
+    """Report that this rank waited; return why the run ends, and whether this rank prints it."""
+    store = process.store
+    store.set(f"waited{process.rank}", "")
+    # A wait that timed out means that a rank reports nothing. A connection that was closed means
+    # that a process died, which the launcher names.
+    timed_out = "timeout" in description.lower() or "timed out" in description.lower()
+    silent_ranks = list[int]()
+    # The first rank to add 1 searches: if all did, requests would grow with the square of ranks.
+    if timed_out and store.add("searching_ranks", 1) == 1:
+        wait_for_reason(process, REPORT_SECONDS)
+        ranks = range(process.world_size)
+        silent_ranks = [rank for rank in ranks if not store.check([f"waited{rank}"])]
+    elif process.rank == 0:
+        # Rank 0 prints, and waits for what the searching rank finds. Others just leave.
+        wait_for_reason(process, REPORT_SECONDS + 1)
+    if silent_ranks:
+        names = ", ".join(map(str, silent_ranks))
+        reason = f"no report from rank(s) {names}, which died, hang or are late"
+        store.compare_set("failure", "", f"{reason} ({description[:200]})")
+    if store.check(["failure"]):
+        reason = store.get("failure").decode()
+    else:
+        reason = f"a rank died or left ({description[:200]})"
+    return reason, process.rank == 0 or 0 in silent_ranks
+
+
+def wait_for_reason(process: Process, seconds: float) -> None:
+    """Wait until a rank has given the reason why the run ends, or ``seconds`` are over."""
+    deadline = time.monotonic() + seconds
+    # The store can wait itself, but would print two lines of warnings in the end.
+    while time.monotonic() < deadline and not process.store.check(["failure"]):
         time.sleep(0.1)
-        silent = {rank for rank in silent if not store.check([f"waited{rank}"])}
-    if ranks := str(sorted(silent))[1:-1]:
-        store.compare_set("failure", "", f"no report from rank(s) {ranks}, which died, hang or are late ({text[:200]})")
-    reason = store.get("failure").decode() if store.check(["failure"]) else f"a rank died or left ({text[:200]})"
-    return reason, process.rank == 0 or 0 in silent
+
+
+def print_error(error: Exception) -> None:
+    """Print a UserError in one line, and the traceback of any other error."""
+    with suppress(OSError):  # Nobody may read it any more.
+        if isinstance(error, UserError):
+            print("error:", " ".join(str(error).split())[:2000], file=sys.stderr)
+        else:
+            traceback.print_exception(error)

@@ -1,53 +1,143 @@
-"""Files: written whole or not at all, set aside if damaged, and the lock of a run's directory."""
+"""Files: read without running code, written completely or not at all, and locked for one run."""
 
 import fcntl
+import json
 import os
+import re
 import shutil
+import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable
 from logging import getLogger
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from .config import UserError
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint, or a file of weights, to the CPU; raises UserError if it is damaged."""
+    try:
+        if path.suffix == ".dcp" or (path / ".metadata").exists():
+            # PyTorch's public way to read all shards in one process is to convert them to a file.
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                full_path = Path(folder, "full.pt")
+                dcp_to_torch_save(path, full_path)
+                content = torch.load(full_path, map_location="cpu", weights_only=True)
+            header = json.loads((path / "header.json").read_text())
+            return content | header
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        # A checkpoint is a zip archive with checksums, which torch.load does not verify.
+        with zipfile.ZipFile(path) as archive:
+            damaged_member = archive.testzip()
+        if damaged_member is not None:
+            raise ValueError(f"the checksum of {damaged_member} is wrong")
+        # A pickle can run any code when it is loaded; weights_only accepts nothing but tensors and
+        # plain values. With mmap, the bytes of a tensor are only read when it is used.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        # The disk failed, and the file may be intact: it must not be set aside as damaged.
+        raise
+    except CheckpointException:
+        # CheckpointException is a BaseException, so `except Exception` would not catch it.
+        reason = "a part of it is damaged or missing"
+    except Exception as error:
+        # torch.load surrounds the reason with several lines of advice.
+        reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0]
+        reason = reason or type(error).__name__
+    raise UserError(f"{path} is not a readable checkpoint: {reason}")
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Return the weights in a file of any kind, by the names of the bare model."""
+    content = read(path)
+    # Other programs save weights under one of these keys, or nothing but weights.
+    weights = content.get("model") or content.get("state_dict") or content
+    # DistributedDataParallel and torch.compile put these in front of every name.
+    prefixes = re.compile(r"^(module\.|_orig_mod\.)+")
+    return {prefixes.sub("", name): value for name, value in weights.items()}
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, oldest first: files (.pt) and sharded ones (.dcp)."""
+    pattern = re.compile(r"step-\d{8,}\.(pt|dcp)")
+    checkpoints = [path for path in folder.glob("step-*") if pattern.fullmatch(path.name)]
+    # The names have the order of the steps only as long as these are below 100,000,000.
+    return sorted(checkpoints, key=lambda path: int(path.stem.removeprefix("step-")))
+
+
 def digest(path: Path) -> str:
-    """Return a digest of a file: of its first MiB, and its size."""
+    """Return a checksum of a file's first MiB, and the file's size in bytes."""
+    # The whole of a large data set would take minutes to read at every start.
     with open(path, "rb") as file:
-        return f"{zlib.crc32(file.read(2**20)):08x} and {path.stat().st_size} bytes"
+        checksum = zlib.crc32(file.read(2**20))
+    return f"{checksum:08x} and {path.stat().st_size} bytes"
+
+
+def digest_files(files: dict[str, str]) -> dict[str, str]:
+    """Return the digests of the files that settings name, by setting."""
+    return {f"content of {setting}": digest(Path(path)) for setting, path in files.items()}
 
 
 def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
-    """Write a file so that it is complete or absent, even if the machine stops in the middle or the disk is full."""
+    """Write a text, or what ``content(file)`` writes, so that the file is complete or absent.
+
+    This holds even if the machine stops in the middle. A full disk is a UserError.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(content.encode()) if isinstance(content, str) else content(file)
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                content(file)
+            # A crash of the machine could otherwise leave the new name with half of the data.
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except Exception as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"{path} could not be written; is the disk full? {error}") from None
+    # A name is data of its folder: the new name survives a crash once the folder is synced, too.
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # Makes the new name durable.
+    os.fsync(folder)
     os.close(folder)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all its files."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def set_aside(path: Path, reason: str, move: Callable[[Path, str], object] = os.replace) -> None:
-    """Rename what cannot be read, and warn of it."""
-    shutil.rmtree(new := f"{path}.damaged", ignore_errors=True)  # Of an earlier start.
-    move(path, new)
+    """Rename a file or folder that cannot be read to ``*.damaged``, and print the reason."""
+    damaged_path = f"{path}.damaged"
+    # An earlier start may have left a folder of this name, which os.replace cannot overwrite.
+    shutil.rmtree(damaged_path, ignore_errors=True)
+    move(path, damaged_path)
     getLogger(__name__).warning(f"{reason}; it is now {path.name}.damaged")
 
 
-def lock(run_dir: Path) -> None:
+def lock_run_dir(run_dir: Path) -> None:
     """Keep other runs out of ``run_dir`` as long as this process lives."""
+    # The system releases the lock when this process ends, even if it is killed.
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise UserError(f"{run_dir} is in use by another run; wait for it, or give another run.dir") from None
-    except OSError as error:  # A file system without locks.
-        getLogger(__name__).warning(f"{run_dir} cannot be locked ({error.strerror}); let no other run use it")
+        advice = "wait for it, or give another run.dir"
+        raise UserError(f"{run_dir} is in use by another run; {advice}") from None
+    except OSError as error:
+        # Some network file systems have no locks. The run continues without this protection.
+        problem = f"{run_dir} cannot be locked ({error.strerror})"
+        getLogger(__name__).warning(f"{problem}; let no other run use it")

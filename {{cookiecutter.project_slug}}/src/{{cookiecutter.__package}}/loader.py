@@ -1,4 +1,4 @@
-"""Which rank reads which sample: a step is the same on any number of ranks."""
+"""Which rank reads which sample: a step has the same samples on any number of ranks."""
 
 import signal
 from collections.abc import Iterator
@@ -8,95 +8,150 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten  # Private; optree has them.
+
+# PyTorch's functions on nested batches are private; the package optree has the same ones.
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config, UserError
 from .dataset import collate_fn
 from .distributed import STOP_SIGNALS, derive_seed, exit_now, seed_everything
 
-Key = tuple[int, int]  # (epoch, index), by a sampler: loader processes hold a copy of it, and see no epoch change.
+# Loader processes hold a copy of the dataset, so a sampler tells them the epoch: (epoch, index).
+Key = tuple[int, int]
 
 
 class TrainSampler(Sampler[Key]):
-    """This rank's samples of an epoch, from any position in it up to the last complete global batch."""
+    """Yields this rank's samples of an epoch, up to the last complete global batch.
 
-    def __init__(self, length: int, dp_rank: int, dp_size: int, global_batch_size: int, seed: int) -> None:
+    Rank r of N reads the samples r, r + N, r + 2N, ... of the epoch's random order, so that a
+    global batch has the same samples on any number of ranks.
+    """
+
+    def __init__(
+        self, length: int, dp_rank: int, dp_size: int, global_batch_size: int, seed: int
+    ) -> None:
         if length < global_batch_size:
-            raise UserError(f"data.global_batch_size is {global_batch_size}, but the training set has {length} samples")
-        self.length, self.dp_rank, self.dp_size, self.seed = length, dp_rank, dp_size, seed
-        self.batch, self.steps_per_epoch, self.epoch, self.start = global_batch_size, length // global_batch_size, 0, 0
+            raise UserError(
+                f"data.global_batch_size is {global_batch_size}, "
+                f"but the training set has {length} samples"
+            )
+        self.length = length
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.steps_per_epoch = length // global_batch_size
+        self.set_epoch(0)
 
-    def position(self, steps: int) -> tuple[int, int]:
-        """Return the epoch after ``steps`` steps, and how many of its samples, over all ranks, have been consumed."""
-        epoch, steps = divmod(steps, self.steps_per_epoch)
-        return epoch, steps * self.batch
+    def position(self, step: int) -> tuple[int, int]:
+        """Return the epoch after ``step`` steps, and how many of its samples were consumed."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        return epoch, step_in_epoch * self.global_batch_size
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch, and at which of its samples, over all ranks, it starts."""
-        self.epoch, self.start = epoch, start
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Choose the epoch, and how many of its samples all ranks together have consumed."""
+        self.epoch = epoch
+        self.consumed_samples = consumed_samples
 
     def __iter__(self) -> Iterator[Key]:
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
-        order = torch.randperm(self.length, generator=generator)[self.start : self.steps_per_epoch * self.batch]
-        return ((self.epoch, index) for index in order[self.dp_rank :: self.dp_size].tolist())
+        # The order is a function of seed and epoch: a resumed run slices it, and replays nothing.
+        order_seed = derive_seed(self.seed, "order", self.epoch)
+        generator = torch.Generator().manual_seed(order_seed)
+        order = torch.randperm(self.length, generator=generator)
+        end = self.steps_per_epoch * self.global_batch_size
+        remaining = order[self.consumed_samples : end]
+        for index in remaining[self.dp_rank :: self.dp_size].tolist():
+            yield self.epoch, index
 
 
 class Seeded(Dataset[Any]):
-    """A dataset whose random transforms are a function of (seed, epoch, index), for any rank and loader process."""
+    """A dataset whose random transforms depend on (seed, epoch, index), and not on who reads it."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+        self.dataset = dataset
+        self.seed = seed
 
     def __getitem__(self, key: Key) -> Any:
-        seed_everything(derive_seed(self.seed, *key))
-        return self.dataset[key[1]]
+        epoch, index = key
+        seed_everything(derive_seed(self.seed, epoch, index))
+        return self.dataset[index]
 
 
 class Loader(DataLoader[Any]):
-    """A ``DataLoader`` whose processes see no stop signal, and end with their rank."""
+    """A ``DataLoader`` whose processes ignore stop signals, so that their rank can save first."""
 
     def __iter__(self) -> Any:
-        if not self.num_workers:
+        if self.num_workers == 0:
             return super().__iter__()
-        resource_tracker.ensure_running()  # It would unblock signals when the first process starts it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # A process inherits the mask.
+        # Python's resource tracker starts with the first process, and would unblock the signals.
+        resource_tracker.ensure_running()
+        # A new process inherits the signals that are blocked here, and never sees them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return super().__iter__()
-        except (AttributeError, PicklingError, TypeError) as error:  # Such as of a lambda, or of an open file.
-            raise UserError(f"data.num_workers: the dataset and collate_fn cannot be pickled: {error}") from None
+        except (AttributeError, PicklingError, TypeError) as error:
+            # Python raises one of these for a lambda, say, or an open file.
+            problem = "the dataset and collate_fn cannot be pickled"
+            raise UserError(f"data.num_workers: {problem}: {error}") from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def build_loader(dataset: Any, sampler: Any, batch_size: int, config: Config, device: torch.device) -> Loader:
-    """Build a loader of this rank's batches on the CPU."""
-    options: dict[str, Any] = {"sampler": sampler, "collate_fn": collate_fn, "pin_memory": device.type == "cuda"}
-    if config.data.num_workers:  # A fork could deadlock.
-        options |= {"num_workers": config.data.num_workers, "persistent_workers": True}
-        options |= {"multiprocessing_context": "spawn", "worker_init_fn": end_without_rank}
+def build_loader(
+    dataset: Any, sampler: Any, batch_size: int, config: Config, device: torch.device
+) -> Loader:
+    """Build a loader of this rank's batches, whose tensors are on the CPU."""
+    options: dict[str, Any] = {
+        "sampler": sampler,
+        "collate_fn": collate_fn,
+        # The copy of a batch from pinned memory to a GPU does not wait.
+        "pin_memory": device.type == "cuda",
+    }
+    if config.data.num_workers > 0:
+        options |= {
+            "num_workers": config.data.num_workers,
+            "persistent_workers": True,
+            # A fork of a process with threads, such as gloo's, could deadlock.
+            "multiprocessing_context": "spawn",
+            "worker_init_fn": end_without_rank,
+        }
     return Loader(Seeded(dataset, config.run.seed), batch_size, **options)
 
 
 def end_without_rank(_: int) -> None:
     """End a loader process whose rank was killed before PyTorch began to watch it."""
-    if not (rank := parent_process()) or not rank.is_alive():
+    rank = parent_process()
+    if rank is None or not rank.is_alive():
         exit_now(1)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch of any nesting with its tensors on ``device``, without waiting for the copies."""
+    """Return a batch of any nesting with its tensors on ``device``; the copies do not block."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UserError(f"a batch is a pair (inputs, targets), not a {type(batch).__name__}: change dataset.py")
-    return tree_map_only(Tensor, lambda part: part.to(device, non_blocking=True), batch)
+        kind = type(batch).__name__
+        raise UserError(f"a batch is a pair (inputs, targets), not a {kind}: change dataset.py")
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Split a batch of any nesting into micro-batches; what is no tensor is part of each."""
+def split_batch(batch: Any, count: int) -> list[Any]:
+    """Split the tensors of a batch, of any nesting, into ``count`` micro-batches of samples.
+
+    Numbers and None are part of every micro-batch.
+    """
     leaves, structure = tree_flatten(batch)
-    if len({leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}) > 1:
-        raise UserError("the tensors of a batch differ in their first dimension, the samples; pad them in Task.prepare")
-    if parts > 1 and not all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves):
-        raise UserError("only tensors can be split into micro-batches; let Task.prepare or collate_fn return tensors")
-    chunks = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
-    return [tree_unflatten(list(micro), structure) for micro in zip(*chunks, strict=True)]
+    first_dimensions = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
+    if len(first_dimensions) > 1:
+        problem = "the tensors of a batch differ in their first dimension, the samples"
+        raise UserError(f"{problem}; pad them in Task.prepare")
+    can_be_split = all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves)
+    if count > 1 and not can_be_split:
+        # A list of texts, say, would go into each micro-batch as a whole.
+        problem = "only tensors can be split into micro-batches"
+        raise UserError(f"{problem}; let Task.prepare or collate_fn return tensors")
+    leaves_of_microbatches: list[list[Any]] = [[] for _ in range(count)]
+    for leaf in leaves:
+        pieces = leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count
+        for microbatch, piece in zip(leaves_of_microbatches, pieces, strict=True):
+            microbatch.append(piece)
+    return [tree_unflatten(microbatch, structure) for microbatch in leaves_of_microbatches]

@@ -1,4 +1,7 @@
-"""What a run leaves but checkpoints: settings, provenance, and a JSON object per record in ``metrics.jsonl``."""
+"""What a run leaves besides checkpoints: its settings, its provenance, and ``metrics.jsonl``.
+
+Each line of ``metrics.jsonl`` is a record, a JSON object: ``{"event": "train", "step": 10, ...}``.
+"""
 
 import json
 import platform
@@ -23,60 +26,102 @@ from .files import set_aside, write_atomically
 from .tracker import Tracker
 #:: endif ::#
 
+Record = dict[str, Any]
+ERASE_LINE = "\r\x1b[K"  # A terminal moves to the start of its line and erases the line.
+
 
 class Logger:
-    """Writes records and prints them on rank 0; on others, its methods do nothing."""
+    """Writes and prints the records of a run on rank 0; on other ranks, its methods do nothing."""
 
-    def __init__(self, config: Config, process: Process, step: int, total_steps: int, changes: list[str]) -> None:
-        self.is_main, self.total_steps = process.rank == 0, total_steps
-        self.erase = "\r\x1b[K" if self.is_main and sys.stdout and sys.stdout.isatty() else ""  # Of a terminal.
-        self.evaluations: dict[int, dict[str, Any]] = {}  # By step.
+    def __init__(
+        self, config: Config, process: Process, step: int, total_steps: int, changes: list[str]
+    ) -> None:
+        """Continue the records of a run after ``step``; prints the ``changes`` of its settings."""
+        self.is_main = process.rank == 0
+        self.total_steps = total_steps
+        self.evaluations: dict[int, Record] = {}  # The key is the evaluated step.
         if not self.is_main:
             return
-        self.run_dir = run_dir = Path(config.run.dir)
-        write_atomically(run_dir / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
-        write_provenance(run_dir / "provenance.json", process, step, changes)
-        records = records_until(run_dir / "metrics.jsonl", step)
-        self.evaluations = {r["step"]: r for r in records if r.get("event") == "eval"}
-        self.print(f"{run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), {process.device}")
+        # Python sets sys.stdout to None if the process was started without one.
+        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self.run_dir = Path(config.run.dir)
+        settings = asdict(config)
+        write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_provenance(self.run_dir / "provenance.json", process, step, changes)
+        for record in restore_records(self.run_dir / "metrics.jsonl", step):
+            if record.get("event") == "eval":
+                self.evaluations[record["step"]] = record
+        ranks = f"{process.world_size} rank(s), {process.device}"
+        self.print(f"{self.run_dir}: step {step} of {total_steps} on {ranks}")
         if process.device.type != "cpu":
-            how = "full fp32, deterministic algorithms" if config.train.exact else "TF32, the fastest algorithms"
-            self.print(f"{config.train.precision} (train.precision), {how} (train.exact)")
-        self.print("".join(f"changed: {change}\n" for change in changes), end="")
+            algorithms = "TF32, the fastest algorithms"
+            if config.train.exact:
+                algorithms = "full fp32, deterministic algorithms"
+            precision = config.train.precision
+            self.print(f"{precision} (train.precision), {algorithms} (train.exact)")
+        for change in changes:
+            self.print(f"changed: {change}")
         #:: if file("tracker", "tracker.py") ::#
-        self.tracker = Tracker(run_dir, asdict(config), step)
+        self.tracker = Tracker(self.run_dir, settings, step)
         #:: endif ::#
 
-    def log(self, *parts: dict[str, Any]) -> None:
-        """Write a record, and print its numbers."""
+    def log(self, *parts: Record) -> None:
+        """Write one record, merged from its parts, and print its numbers."""
         if not self.is_main:
             return
-        record = {name: value for part in parts for name, value in part.items()}
-        if len(record) < sum(map(len, parts)):
-            raise UserError(f"the record {record} has two numbers of one name; rename that of task.py")
-        with open(self.run_dir / "metrics.jsonl", "a") as file:  # Fails if run.dir was removed.
+        record = merge_parts(*parts)
+        # A run whose run.dir was removed ends here, because the file cannot be opened.
+        with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        step, event = record["step"], record["event"]
-        numbers = "  ".join(f"{name} {value:.5g}" for name, value in record.items() if isinstance(value, float))
-        seconds = (self.total_steps - step) * record.get("seconds_per_step", 0)
-        left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
-        self.print(f"{event:5}  step {step}/{self.total_steps}  {numbers}{left}")
-        if event == "eval":
-            self.evaluations[step] = record
+        self.print(self.format_record(record))
+        if record["event"] == "eval":
+            self.evaluations[record["step"]] = record
         #:: if file("tracker", "tracker.py") ::#
         self.tracker.log(record)
         #:: endif ::#
 
-    def best_steps(self, task: Any) -> list[int]:
-        """Return the evaluated steps, the best ``Task.best_metric`` first, earlier ones first if equal."""
-        values = {step: r[name] for step, r in self.evaluations.items() if r.get(name := task.best_metric) is not None}
-        return sorted(values, key=values.__getitem__, reverse=task.higher_is_better)
+    def format_record(self, record: Record) -> str:
+        """Return a record as the line to print, with all its floats and the estimated time left."""
+        step = record["step"]
+        line = f"{record['event']:5}  step {step}/{self.total_steps}"
+        for name, value in record.items():
+            if isinstance(value, float):
+                line += f"  {name} {value:.5g}"
+        # Only records of training have seconds_per_step, and after the last step nothing is left.
+        seconds_left = (self.total_steps - step) * record.get("seconds_per_step", 0)
+        if seconds_left > 0:
+            line += f"  {timedelta(seconds=round(seconds_left))} left"
+        return line
+
+    def log_save(self, step: int, path: Path, seconds: float) -> None:
+        """Print how many ``seconds`` training waited for a save, which a thread still writes."""
+        self.print(f"save   step {step}/{self.total_steps}  {path}  seconds {seconds:.4f}")
+
+    def show_step(self, step: int) -> None:
+        """Show the step on a terminal, on a line that the next print erases."""
+        if self.is_main and self.is_terminal:
+            self.print(f"step {step}/{self.total_steps}", end="")
 
     def print(self, text: str, end: str = "\n") -> None:
-        """Print one line."""
-        if self.is_main:
-            with suppress(OSError):  # Nobody may read it; the records are in the file.
-                print(self.erase + text, end=end, flush=True)
+        """Print one line on rank 0; on a terminal, it replaces what ``show_step`` has shown."""
+        if not self.is_main:
+            return
+        if self.is_terminal:
+            text = ERASE_LINE + text
+        # The reader of a pipe, such as `head`, may be gone. The run continues: the file has it all.
+        with suppress(OSError):
+            print(text, end=end, flush=True)
+
+    def best_steps(self, task: Any) -> list[int]:
+        """Return the evaluated steps, sorted by ``Task.best_metric`` with the best step first."""
+        values = {}
+        for step, record in self.evaluations.items():
+            value = record.get(task.best_metric)
+            # A metric that is not finite is null in its record, and not comparable.
+            if value is not None:
+                values[step] = value
+        # Steps with equal values keep their order, earlier ones first, in reverse order too.
+        return sorted(values, key=lambda step: values[step], reverse=task.higher_is_better)
     #:: if file("tracker", "tracker.py") ::#
 
     def close(self) -> None:
@@ -86,39 +131,97 @@ class Logger:
     #:: endif ::#
 
 
-def records_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records up to ``step``, and drop the others, which a resumed run writes again."""
-    lines, found = path.read_text(errors="replace").splitlines() if path.exists() else [], []
+def merge_parts(*parts: Record) -> Record:
+    """Merge the parts of a record; raises UserError if two of them have a number of one name."""
+    record: Record = {}
+    for part in parts:
+        repeated = sorted(record.keys() & part.keys())
+        if repeated:
+            reason = f"a record has two numbers of one name, {repeated[0]}"
+            raise UserError(f"{reason}; rename the one of task.py")
+        record.update(part)
+    return record
+
+
+def restore_records(path: Path, last_step: int) -> list[Record]:
+    """Return the records up to ``last_step``, and remove the others, which are written again.
+
+    A line that is no record, as a machine that stopped may leave, is removed too; a copy of the
+    file is kept then.
+    """
+    lines = []
+    if path.exists():
+        # Bytes that are no UTF-8 must not end the run: json.loads rejects their line below.
+        lines = path.read_text(errors="replace").splitlines()
+    records = []
+    is_damaged = False
     for line in lines:
-        with suppress(LookupError, RecursionError, TypeError, ValueError):
-            found.append(((record := json.loads(line))["step"] <= step, record))
-    if len(found) < len(lines):
-        set_aside(path, f"{path} has a damaged line, of the best checkpoint perhaps", shutil.copy)
-    records = [record for is_kept, record in found if is_kept]
-    write_atomically(path, "".join(json.dumps(r) + "\n" for r in records))
+        try:
+            record = json.loads(line)
+            if record["step"] <= last_step:
+                records.append(record)
+        # Lines that are no JSON, no object, or an object without a number as its step.
+        except (LookupError, RecursionError, TypeError, ValueError):
+            is_damaged = True
+    if is_damaged:
+        reason = f"{path} has a damaged line, of the best checkpoint perhaps"
+        set_aside(path, reason, move=shutil.copy)
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
 
 
 def write_provenance(path: Path, process: Process, step: int, changes: list[str]) -> None:
-    """Write where this start of the run came from, followed by that of its earlier starts."""
-    last: dict[str, Any] = {}
-    try:
-        last = {**json.loads(path.read_text())} if path.exists() else {}
-    except (RecursionError, TypeError, ValueError):
-        set_aside(path, f"{path} is no JSON object")
-    content: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
-    with suppress(OSError, subprocess.SubprocessError):  # Without a repository, nothing is known of the code.
-        command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
-        status = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30)
-        content |= {"git_commit": status.split()[2], "git_dirty": status.splitlines()[-1][0] != "#"}
-    content |= {"torch": torch.__version__, "host": platform.node(), "device": str(process.device)}
-    content |= {"world_size": process.world_size, "step": step, "changes": changes}
-    content["earlier"] = [last, *last.pop("earlier", [])] if last else []
+    """Write where this start of the run came from; ``earlier`` has the starts before it."""
+    previous = read_provenance(path)
+    earlier = previous.pop("earlier", [])
+    if previous:
+        earlier = [previous, *earlier]
+    content = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        **describe_commit(),
+        "torch": torch.__version__,
+        "host": platform.node(),
+        "device": str(process.device),
+        "world_size": process.world_size,
+        "step": step,
+        "changes": changes,
+        "earlier": earlier,
+    }
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
+def read_provenance(path: Path) -> Record:
+    """Return what the last start of this run wrote; an empty dictionary if there was none."""
+    if not path.exists():
+        return {}
+    with suppress(RecursionError, ValueError):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict):
+            return content
+    set_aside(path, f"{path} is no JSON object")
+    return {}
+
+
+def describe_commit() -> Record:
+    """Return the commit of the code, and whether files differ from it, if in a repository."""
+    folder = str(Path(__file__).parent)
+    command = ["git", "-C", folder, "status", "--branch", "--porcelain=v2"]
+    try:
+        status = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    # The first line is "# branch.oid COMMIT". Lines about changed files come last, without a "#".
+    status_lines = status.splitlines()
+    is_dirty = not status_lines[-1].startswith("#")
+    return {"git_commit": status_lines[0].split()[2], "git_dirty": is_dirty}
+
+
 def profile_steps(config: Config, process: Process) -> Any:
-    """Return a profiler of five steps, or what does nothing."""
+    """Return a profiler that writes a trace of five steps, or a context manager of None."""
+    if not config.train.profile:
+        return nullcontext()
+    # The first nine steps compile and allocate memory, and the tenth warms the profiler up.
     steps = schedule(skip_first=9, wait=0, warmup=1, active=5, repeat=1)
-    write = tensorboard_trace_handler(config.run.dir, worker_name=f"rank{process.rank}")
-    return profile(schedule=steps, on_trace_ready=write) if config.train.profile else nullcontext()
+    write_trace = tensorboard_trace_handler(config.run.dir, worker_name=f"rank{process.rank}")
+    return profile(schedule=steps, on_trace_ready=write_trace)

@@ -1,4 +1,4 @@
-"""The losses of a step: sums over micro-batches and ranks, divided by the weight of the global batch."""
+"""The losses of a step: sums over micro-batches and ranks, and what these are divided by."""
 
 from typing import Any
 
@@ -11,38 +11,74 @@ from .distributed import Process
 
 
 class MeanLosses:
-    """The losses of a task, divided by the weight of the global batch; ``loss`` is minimized, all are recorded."""
+    """Turns the sums that ``Task.losses`` returns into means over the global batch."""
 
-    def __init__(self, task: Any, process: Process, samples: int) -> None:
-        self.task, self.process, self.samples, self.names = task, process, samples, ""
+    def __init__(self, task: Any, process: Process, local_batch_size: int) -> None:
+        self.task = task
+        self.process = process
+        self.local_batch_size = local_batch_size
+        self.names: list[str] = []
+        self.denominator: int | Tensor = 1
+        self.sums: dict[str, Any] = {}
 
-    def weigh(self, targets: Any) -> None:
-        """Find what the losses of a local batch are divided by, on average over the ranks."""
-        weight = self.task.weight(targets)
-        if isinstance(weight, Tensor):
-            total = weight.detach().to(self.process.device, torch.float32, copy=True)
-            dist.all_reduce(total)
-            weight = total.clamp(min=1e-30) / self.process.world_size  # Without targets, losses of 0 are 0.
-        elif weight < self.samples or weight % self.samples:
-            raise UserError(f"Task.weight is {weight} for {self.samples} samples; return a multiple, or a tensor")
-        self.weight, self.sums = weight, dict[str, Any]()
+    def set_denominator(self, targets: Any) -> None:
+        """Begin a step: find what the losses of this rank's local batch are divided by.
 
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        """Return a micro-batch's part of the mean loss, and add up all losses."""
+        It is the weight of the global batch per rank, because gradients are averaged over ranks.
+        """
+        self.sums = {}
+        local_weight = self.task.weight(targets)
+        if isinstance(local_weight, Tensor):
+            # A tensor means that the local batches differ in weight, such as in their tokens.
+            weight = local_weight.detach().to(self.process.device, torch.float32, copy=True)
+            dist.all_reduce(weight)
+            # A global batch without any target has losses of 0; the mean is 0 too, and not 0 / 0.
+            self.denominator = weight.clamp(min=1e-30) / self.process.world_size
+            return
+        if local_weight < self.local_batch_size or local_weight % self.local_batch_size:
+            problem = f"Task.weight is {local_weight} for {self.local_batch_size} samples"
+            raise UserError(f"{problem}; return a multiple, or a tensor")
+        self.denominator = local_weight
+
+    def mean_loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return what a micro-batch adds to the mean loss; adds all its losses to ``sums``."""
         losses = self.task.losses(outputs, targets)
-        names = sorted(losses if isinstance(losses, dict) else (), key=lambda name: (name != "loss", name))
-        self.names = self.names or self.process.store.compare_set("losses", "", "\n".join(names)).decode()
-        if "\n".join(names) != self.names or names[:1] != ["loss"] or "grad_norm" in names:  # The first rank's.
-            raise UserError(f"Task.losses returns {names or losses}; give each batch `loss`, and the same other names")
+        self.check_names(losses)
+        means = {}
         for name, loss in losses.items():
-            losses[name] = part = torch.as_tensor(loss, device=self.process.device) / self.weight
-            self.sums[name] = self.sums.get(name, 0) + part.detach()
-        return losses["loss"]
+            means[name] = torch.as_tensor(loss, device=self.process.device) / self.denominator
+            self.sums[name] = self.sums.get(name, 0) + means[name].detach()
+        return means["loss"]
+
+    def check_names(self, losses: Any) -> None:
+        """Reject losses whose names differ between ranks, steps or micro-batches."""
+        names = []
+        if isinstance(losses, dict):
+            # All ranks use one order, because ``average`` adds up losses by their position.
+            names = sorted(losses, key=lambda name: (name != "loss", name))
+        if not self.names:
+            # The first rank that computes a loss decides on the names for all.
+            agreed_names = self.process.store.compare_set("losses", "", "\n".join(names))
+            self.names = agreed_names.decode().split("\n")
+        if names != self.names or names[0] != "loss" or "grad_norm" in names:
+            problem = f"Task.losses returns {names or losses}"
+            raise UserError(f"{problem}; give each batch `loss`, and the same other names")
 
     def average(self, steps: list[dict[str, Any]]) -> list[dict[str, float]]:
-        """Return the numbers of some steps, averaged over the ranks that have outputs; waits for the device."""
-        names = [*(self.names or self.process.store.get("losses").decode()).split("\n"), "grad_norm"]
-        rows = [[*(float(each.get(name, 0)) for name in names), float(bool(each))] for each in steps]
+        """Return losses and gradient norms of ``steps``, averaged over the ranks that have them.
+
+        This is a collective, and waits for the device. Under some strategies, only some
+        ranks have outputs; the dictionaries of the others are empty.
+        """
+        names = self.names or self.process.store.get("losses").decode().split("\n")
+        columns = [*names, "grad_norm"]
+        rows = []
+        for numbers in steps:
+            values = [float(numbers.get(name, 0)) for name in columns]
+            has_outputs = float(bool(numbers))
+            rows.append([*values, has_outputs])
         totals = torch.tensor(rows, device=self.process.device)
         dist.all_reduce(totals)
-        return [dict(zip(names, row, strict=True)) for row in (totals[:, :-1] / totals[:, -1:]).tolist()]
+        ranks_with_outputs = totals[:, -1:]
+        means = totals[:, :-1] / ranks_with_outputs
+        return [dict(zip(columns, row, strict=True)) for row in means.tolist()]

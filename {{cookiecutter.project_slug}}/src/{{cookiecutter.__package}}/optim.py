@@ -11,20 +11,43 @@ from .config import OptimConfig
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build a fused AdamW; matrices and kernels decay, biases and the weights of normalization layers do not."""
-    # A group holds parameters of one mesh, because one kernel cannot update those of several.
+    """Build a fused AdamW; matrices and kernels decay, biases and normalization weights do not."""
     members: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
         if parameter.requires_grad:
-            members[parameter.dim() > 1, getattr(parameter, "device_mesh", None)].append(parameter)
-    groups = [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in members.items()]
-    groups = groups or [{"params": []}]  # All may be frozen.
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+            decays = parameter.dim() > 1
+            # The fused kernel cannot update parameters of several meshes at once.
+            mesh = getattr(parameter, "device_mesh", None)
+            members[decays, mesh].append(parameter)
+    groups: list[dict[str, Any]] = []
+    for (decays, _), parameters in members.items():
+        weight_decay = config.weight_decay if decays else 0.0
+        groups.append({"params": parameters, "weight_decay": weight_decay})
+    if not groups:
+        # An optimizer needs a group, but all parameters of a rank may be frozen.
+        groups = [{"params": []}]
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Return the learning rate of a step, counted from 0: a linear warm-up, then half a cosine. It has no state."""
+    """Return the learning rate of a step, counted from 0: a linear warm-up, then half a cosine.
+
+    The schedule is a function of the step and the settings, so a checkpoint holds none of it.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)
+    decay_steps = max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, step: int, total_steps: int, config: OptimConfig
+) -> None:
+    """Set the learning rate of a step; a group that was built with its own ``lr`` keeps a share."""
+    share_of_peak = learning_rate(step, total_steps, config) / config.lr
+    for group in optimizer.param_groups:
+        peak = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = share_of_peak * peak

@@ -1,6 +1,7 @@
-"""Pictures of runs: a panel for each number of their records."""
+"""Pictures of runs: one panel for each number of their records."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,26 +9,70 @@ from typing import Any
 
 import torch
 
+COLUMNS = 3
+
 
 def plot(run_dirs: Sequence[str], output: str) -> None:
-    """Draw runs: a panel per number; for each run, or entry of a list, points and a mean."""
-    from matplotlib.figure import Figure  # Takes a second to import.
+    """Draw the records of runs into a picture: a panel for each number, a color for each run."""
+    # Importing matplotlib takes a second, for which other commands should not wait.
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    panels: Any = defaultdict(lambda: defaultdict(list))  # By event and name, then by run and entry.
-    for run in run_dirs:
-        for record in map(json.loads, Path(run, "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()):
-            for name, value in record.items():
-                for entry, number in enumerate(value if isinstance(value, list) else [value]):
-                    if type(number) is float:  # Else null.
-                        panels[record["event"], name][run, entry].append((record["step"], number))
-    axes, lines, figure = None, {}, Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
-    for place, (event, name) in enumerate(sorted(panels), 1):
-        axes = figure.add_subplot(-(-len(panels) // 3), 3, place, sharex=axes, xlabel="step", title=f"{event}: {name}")
-        for (run, _), points in panels[event, name].items():
-            mean = torch.tensor(points).unfold(0, 1 + len(points) // 20, 1).mean(2)
-            color = f"C{run_dirs.index(run)}"
-            axes.plot(*zip(*points, strict=True), ".-", color=color, markersize=3, linewidth=0.5)
-            (lines[run],) = axes.plot(*mean.T, color=color)
-        axes.set_yscale("log" if 0 < 100 * axes.dataLim.ymin < axes.dataLim.ymax else "linear")
-    figure.legend(lines.values(), lines.keys(), loc="outside upper left")
+    panels = choose_panels(run_dirs)
+    rows = math.ceil(len(panels) / COLUMNS)
+    # A figure's size is its width and height in inches.
+    figure = Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
+    axes = None
+    for number, (event, name) in enumerate(sorted(panels), start=1):
+        # All panels share the x axis, so that a step of training and of evaluation is at one place.
+        axes = figure.add_subplot(rows, COLUMNS, number, sharex=axes, xlabel="step")
+        axes.set_title(f"{event}: {name}")
+        draw_panel(axes, panels[event, name])
+    samples = [Line2D([], [], color=f"C{index}") for index in range(len(run_dirs))]
+    figure.legend(samples, run_dirs, loc="outside upper left")
     figure.savefig(output)
+
+
+def read_records(run_dir: str) -> list[dict[str, Any]]:
+    """Return the records of a run, which may still be training."""
+    text = Path(run_dir, "metrics.jsonl").read_text()
+    # A live run may have written only a part of its last line. A complete line ends with "\n", so
+    # the text is read up to the last newline.
+    complete_lines, _, _ = text.rpartition("\n")
+    return [json.loads(line) for line in complete_lines.splitlines()]
+
+
+def choose_panels(run_dirs: Sequence[str]) -> dict[tuple[str, str], Any]:
+    """Return panels by (event, name); a panel has lists of points (step, value) by (color, entry).
+
+    A list, such as one number for each class, has a curve per entry; a number has one, entry 0.
+    """
+    panels: Any = defaultdict(lambda: defaultdict(list))
+    for index, run_dir in enumerate(run_dirs):
+        color = f"C{index}"  # Matplotlib names the colors of its cycle C0, C1, ...
+        for record in read_records(run_dir):
+            for name, value in record.items():
+                entries = value if isinstance(value, list) else [value]
+                for entry, number in enumerate(entries):
+                    # Counts are integers, and null stands for what is not finite: neither is drawn.
+                    if isinstance(number, float):
+                        points = panels[record["event"], name][color, entry]
+                        points.append((record["step"], number))
+    return panels
+
+
+def draw_panel(axes: Any, panel: dict[tuple[str, int], Any]) -> None:
+    """Draw curves: a thin line with a dot at each point, and a thick line for their mean."""
+    for (color, _), points in panel.items():
+        table = torch.tensor(points, dtype=torch.float64)  # Shape (points, 2).
+        axes.plot(*table.T, ".-", color=color, markersize=3, linewidth=0.5)
+        # The thick line is a moving average over a twentieth of the points. It averages steps, too,
+        # so that each mean is drawn in the middle of its points.
+        window = 1 + len(points) // 20
+        means = table.unfold(0, window, 1).mean(dim=2)  # Shape (points - window + 1, 2).
+        axes.plot(*means.T, color=color)
+    # If values span more than two powers of ten, such as those of a decaying learning rate, a
+    # linear axis would show the small ones as 0. Only positive numbers have a logarithm.
+    lowest, highest = axes.dataLim.intervaly
+    if lowest > 0 and highest > 100 * lowest:
+        axes.set_yscale("log")

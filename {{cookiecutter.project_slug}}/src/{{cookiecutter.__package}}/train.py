@@ -1,7 +1,8 @@
-"""The training loop: forward, backward, clip, step; between steps, log, save and evaluate when due."""
+"""The training loop: forward, backward, clip, step; then log, save and evaluate when it is due."""
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,51 +14,81 @@ from .experiment import build_experiment
 from .loader import TrainSampler, build_loader, to_device
 from .logger import Logger, profile_steps
 from .losses import MeanLosses
-from .optim import build_optimizer, learning_rate
+from .optim import build_optimizer, set_learning_rate
 from .parallel import Parallel
 
 
 class Trainer:
-    """A run on one rank, resumed from the newest checkpoint if any."""
+    """A run on one rank, which resumes from its newest checkpoint if there is one."""
 
     def __init__(self, config: Config, process: Process) -> None:
-        self.config, self.process, self.stop = config, process, StopSignal(process)
+        self.config = config
+        self.process = process
+        self.stop_signal = StopSignal(process)
+        # The run directory is locked, and its newest checkpoint read, before the model is built.
         self.checkpointer = Parallel.checkpointer(config, process)
-        self.task, self.parallel, sets = build_experiment(config, process)
-        batch, dp_size = config.data.global_batch_size, self.parallel.dp_size
-        self.sampler = TrainSampler(len(sets[0]), self.parallel.dp_rank, dp_size, batch, config.run.seed)
-        self.loader = build_loader(sets[0], self.sampler, batch // dp_size, config, process.device)
-        self.losses = MeanLosses(self.task, process, batch // dp_size)
-        self.evaluator = Evaluator(self.task, self.parallel, sets[1], config)
+        self.task, self.parallel, datasets = build_experiment(config, process)
+        train_set, validation_set, _ = datasets
+
+        global_batch_size = config.data.global_batch_size
+        dp_rank = self.parallel.dp_rank
+        dp_size = self.parallel.dp_size
+        local_batch_size = global_batch_size // dp_size
+        seed = config.run.seed
+        self.sampler = TrainSampler(len(train_set), dp_rank, dp_size, global_batch_size, seed)
+        self.loader = build_loader(
+            train_set, self.sampler, local_batch_size, config, process.device
+        )
+        self.losses = MeanLosses(self.task, process, local_batch_size)
+        self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
+
+        # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
         self.total_steps = min(self.scheduled_steps, config.train.max_steps or self.scheduled_steps)
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
-        self.steps, changes = self.checkpointer.restore(self.parallel, self.optimizer, [len(each) for each in sets])
-        self.logger = Logger(config, process, self.steps, self.total_steps, changes)
-        self.recent, self.waited = list[dict[str, Any]](), 0.0  # Since a log.
+        set_sizes = [len(dataset) for dataset in datasets]
+        # The number of steps that the run has taken, in all its starts.
+        self.step, changes = self.checkpointer.restore(self.parallel, self.optimizer, set_sizes)
+        self.logger = Logger(config, process, self.step, self.total_steps, changes)
 
     def run(self) -> bool:
-        """Train to the last step, or until a stop signal; returns whether one stopped it."""
+        """Train to the last step, or until a stop signal; returns whether one stopped the run."""
+        self.evaluate_if_missing()
         stopped = False
-        if self.steps and self.evaluates() and not any(self.process.all_gather(self.steps in self.logger.evaluations)):
-            self.evaluate()  # It ended between checkpoint and evaluation.
-        self.clock = self.ready = time.perf_counter()
+        self.start_period()
+        step_end = time.perf_counter()
         with self.checkpointer.writer, profile_steps(self.config, self.process) as profiler:
-            while self.steps < self.total_steps and not stopped:
-                self.sampler.set_epoch(*self.sampler.position(self.steps))
-                for batch in self.loader:
-                    self.waited += time.perf_counter() - self.ready
-                    self.step(*to_device(batch, self.process.device))
-                    if profiler:
-                        profiler.step()
-                    stopped = self.finish_step()
-                    self.ready = time.perf_counter()
-                    if stopped or self.steps == self.total_steps:
-                        break
-        self.checkpointer.finish()
+            for batch in self.batches():
+                self.data_seconds += time.perf_counter() - step_end
+                inputs, targets = to_device(batch, self.process.device)
+                self.unlogged_steps.append(self.train_step(inputs, targets))
+                self.step += 1
+                if profiler:
+                    profiler.step()
+
+                self.logger.show_step(self.step)
+                evaluation_is_due = self.is_due(self.config.train.eval_every)
+                save_is_due = evaluation_is_due or self.is_due(self.config.checkpoint.every_steps)
+                log_is_due = save_is_due or self.is_due(self.config.train.log_every)
+                stopped = self.stop_signal.agreed(must_check=log_is_due)
+                if log_is_due or stopped:
+                    self.log()
+                # The run saves before it evaluates, because an evaluation may take long.
+                if save_is_due or stopped:
+                    self.save()
+                if stopped:
+                    break
+                if evaluation_is_due:
+                    self.evaluate()
+                if save_is_due:
+                    self.checkpointer.prune(self.logger.best_steps(self.task))
+                if log_is_due:
+                    self.start_period()
+                step_end = time.perf_counter()
+        self.checkpointer.wait()
         self.checkpointer.prune(self.logger.best_steps(self.task))
         if stopped:
-            self.logger.print(f"stopped after step {self.steps}; the same command resumes it")
+            self.logger.print(f"stopped after step {self.step}; the same command resumes it")
         #:: if file("tracker", "tracker.py") ::#
         self.logger.close()
         #:: endif ::#
@@ -67,83 +98,129 @@ class Trainer:
     #:: filter indent(4, true) ::#
     #:: include "task/" ~ cookiecutter.task ~ "/step.py" ::#
     #:: endfilter ::#
-    #:: else ::#
-    def step(self, inputs: Any, targets: Any) -> None:
-        """Take one step with this rank's batch, without waiting for the device."""
-        seed = derive_seed(self.config.run.seed, "step", self.steps, self.parallel.dp_rank)
-        seed_everything(seed, self.process.device)
-        self.recent.append(self.update(*self.task.prepare(inputs, targets)))
-        self.steps += 1
-    #:: endif ::#
 
     def update(self, inputs: Any, targets: Any) -> dict[str, Any]:
-        """Take one optimizer step; returns its losses and the norm of its gradient."""
-        parallel, losses = self.parallel, self.losses
-        losses.weigh(targets)
-        parallel.forward_backward(inputs, targets, losses)
+        """Take one optimizer step; returns its losses and gradient norm, still on the device."""
+    #:: else ::#
+    def train_step(self, inputs: Any, targets: Any) -> dict[str, Any]:
+        """Take one step with this rank's batch; returns its losses and gradient norm.
+
+        They stay on the device, so that the loop does not wait for it.
+        """
+        # Dropout draws other numbers in each step and local batch, and the same after a resume.
+        step_seed = derive_seed(self.config.run.seed, "step", self.step, self.parallel.dp_rank)
+        seed_everything(step_seed, self.process.device)
+        inputs, targets = self.task.prepare(inputs, targets)
+    #:: endif ::#
+        self.losses.set_denominator(targets)
+        self.parallel.forward_backward(inputs, targets, self.losses.mean_loss)
         self.check_gradients()
-        rate = learning_rate(self.steps, self.scheduled_steps, self.config.optim) / self.config.optim.lr
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.setdefault("initial_lr", group["lr"])
-        parallel.scaler.unscale_(self.optimizer)
-        norm = parallel.clip_grad_norm(self.config.train.clip_grad_norm or math.inf)
-        parallel.scaler.step(self.optimizer)
-        parallel.scaler.update()
+        set_learning_rate(self.optimizer, self.step, self.scheduled_steps, self.config.optim)
+
+        # The scaler does nothing but under fp16, where gradients are scaled until they are clipped.
+        scaler = self.parallel.scaler
+        scaler.unscale_(self.optimizer)
+        grad_norm = self.parallel.clip_grad_norm(self.config.train.clip_grad_norm or math.inf)
+        scaler.step(self.optimizer)
+        scaler.update()
         self.optimizer.zero_grad()
-        return losses.sums and {**losses.sums, "grad_norm": norm}  # Some ranks have no outputs.
+        if not self.losses.sums:
+            # Under some strategies, only some ranks compute losses.
+            return {}
+        return {**self.losses.sums, "grad_norm": grad_norm}
+
+    def batches(self) -> Iterator[Any]:
+        """Yield this rank's local batches from the current step to the last one."""
+        while self.step < self.total_steps:
+            epoch, consumed_samples = self.sampler.position(self.step)
+            self.sampler.set_epoch(epoch, consumed_samples)
+            for batch in self.loader:
+                yield batch
+                if self.step == self.total_steps:
+                    return
 
     def check_gradients(self) -> None:
         """Reject parameters that the loss does not depend on."""
-        missing = {p for p in self.checkpointer.trained if p.grad is None}
-        if missing and not self.config.train.allow_unused:
-            unused = [name for name, p in self.parallel.module.named_parameters() if p in missing]
-            raise UserError(f"the loss does not depend on {unused[:5]}; use or freeze them, or set train.allow_unused")
+        if self.config.train.allow_unused:
+            return
+        unused = []
+        for name, parameter in self.parallel.module.named_parameters():
+            if parameter in self.checkpointer.trained_parameters and parameter.grad is None:
+                unused.append(name)
+        if unused:
+            problem = f"the loss does not depend on {unused[:5]}"
+            raise UserError(f"{problem}; use or freeze them, or set train.allow_unused")
 
-    def finish_step(self) -> bool:
-        """Log, save and evaluate if due; returns whether all ranks stop."""
-        step, evaluates = self.steps, self.evaluates()
-        saves = evaluates or step % (self.config.checkpoint.every_steps or math.inf) == 0
-        logs = saves or step % self.config.train.log_every == 0
-        if self.logger.erase:
-            self.logger.print(f"step {step}/{self.total_steps}", end="")
-        stopped = self.stop.agreed(must_check=logs)
-        if logs or stopped:
-            self.log()
-        if saves or stopped:  # Before what takes long.
-            epoch, samples = self.sampler.position(step)
-            self.checkpointer.save({"step": step, "epoch": epoch, "samples": samples})
-        if evaluates and not stopped:
-            self.evaluate()
-        if saves:
-            self.checkpointer.prune(self.logger.best_steps(self.task))
-            self.clock = time.perf_counter()
-        return stopped
+    def is_due(self, every: int | None) -> bool:
+        """Return whether the last step, or one that ``every`` divides, has been taken."""
+        if self.step == self.total_steps:
+            return True
+        return every is not None and self.step % every == 0
 
-    def evaluates(self) -> bool:
-        """Return whether an evaluation follows the current step."""
-        return self.steps == self.total_steps or self.steps % (self.config.train.eval_every or math.inf) == 0
+    def start_period(self) -> None:
+        """Start to measure the steps that the next record is about."""
+        self.unlogged_steps: list[dict[str, Any]] = []
+        self.data_seconds = 0.0
+        self.period_start = time.perf_counter()
 
     def log(self) -> None:
-        """Log the last step; reject what is not finite. Only here, it waits."""
-        steps, scaler = self.losses.average(self.recent), self.parallel.scaler
-        skips = scaler.is_enabled() and scaler.get_scale() >= 1  # It skips such steps.
-        for step, numbers in enumerate(steps, start=self.steps - len(steps) + 1):
-            if not all(math.isfinite(x) for name, x in numbers.items() if not (skips and name == "grad_norm")):
-                raise UserError(f"step {step} has {numbers}; lower optim.lr, or look at its data and weight")
-        seconds = time.perf_counter() - self.clock
-        rate = self.config.data.global_batch_size * len(steps) / seconds
-        head = {"event": "train", "step": self.steps, "epoch": self.sampler.position(self.steps)[0]}
-        others = {"lr": self.optimizer.param_groups[0]["lr"], "samples_per_second": rate}
-        others |= {"seconds_per_step": seconds / len(steps), "data_share": self.waited / seconds}
+        """Record the last step, and check all since the last record; only here, the loop waits."""
+        steps = self.losses.average(self.unlogged_steps)
+        self.check_finite(steps)
+        seconds = time.perf_counter() - self.period_start
+        samples_per_second = self.config.data.global_batch_size * len(steps) / seconds
+        epoch, _ = self.sampler.position(self.step)
+        position = {"event": "train", "step": self.step, "epoch": epoch}
+        speed = {
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "samples_per_second": samples_per_second,
+            "seconds_per_step": seconds / len(steps),
+            "data_share": self.data_seconds / seconds,
+        }
         if self.process.device.type == "cuda":
-            others["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
-        self.logger.log(head, steps[-1], others | self.task.throughput(rate))
-        self.checkpointer.finish(wait=False, raises=False)
-        self.recent, self.waited, self.clock = [], 0.0, time.perf_counter()
+            speed["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
+        speed |= self.task.throughput(samples_per_second)
+        self.logger.log(position, steps[-1], speed)
+        self.checkpointer.report_failed_save()
+
+    def check_finite(self, steps: list[dict[str, float]]) -> None:
+        """Reject a loss or a gradient norm that is not finite."""
+        scaler = self.parallel.scaler
+        # The scaler skips a step whose gradients overflow, and lowers its scale. Below 1, it is the
+        # gradients that are at fault.
+        overflow_is_skipped = scaler.is_enabled() and scaler.get_scale() >= 1
+        first_step = self.step - len(steps) + 1
+        for step, numbers in enumerate(steps, start=first_step):
+            for name, number in numbers.items():
+                if math.isfinite(number):
+                    continue
+                if name == "grad_norm" and overflow_is_skipped:
+                    continue
+                advice = "lower optim.lr, or look at its data and weight"
+                raise UserError(f"step {step} has {numbers}; {advice}")
+
+    def save(self) -> None:
+        """Save a checkpoint, which a thread writes while training continues."""
+        start = time.perf_counter()
+        epoch, consumed_samples = self.sampler.position(self.step)
+        progress = {"step": self.step, "epoch": epoch, "samples": consumed_samples}
+        path = self.checkpointer.save(progress)
+        self.logger.log_save(self.step, path, time.perf_counter() - start)
+
+    def evaluate_if_missing(self) -> None:
+        """Evaluate the step that a run resumes from, if it ended before it could do so."""
+        if self.step == 0 or not self.is_due(self.config.train.eval_every):
+            return
+        # Only rank 0 knows the records of earlier evaluations.
+        was_evaluated = self.process.all_gather(self.step in self.logger.evaluations)
+        if not any(was_evaluated):
+            self.evaluate()
 
     def evaluate(self) -> None:
-        """Evaluate on the validation set, uncompiled: its size differs."""
-        with torch.compiler.set_stance("force_eager" if self.config.train.compile else "default"):
+        """Evaluate on the validation set."""
+        # Its batches have another size, for which compiled blocks would be compiled once more.
+        stance = "force_eager" if self.config.train.compile else "default"
+        with torch.compiler.set_stance(stance):
             metrics = self.evaluator(self.process)
-        head = {"event": "eval", "step": self.steps, "split": "validation", "num_samples": self.evaluator.length}
-        self.logger.log(head, metrics)
+        position = {"event": "eval", "step": self.step, "split": "validation"}
+        self.logger.log(position, {"num_samples": self.evaluator.num_samples}, metrics)
