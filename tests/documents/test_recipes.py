@@ -488,8 +488,9 @@ def test_images_ranks_and_steps_without_boxes_count_nothing_and_a_mean_of_each_r
     project = edited("detection")
     file = project / "src" / "my_experiment" / "task.py"
     clean, measured = file.read_text(), dict[str, float]()
-    a_mean = clean.replace("return (targets[1] >= 0).sum()", "return len(targets[1])")
-    a_mean = a_mean.replace("found + named + placed,", "(found + named + placed) / mask.sum().clamp(min=1),")
+    a_mean = clean.replace("return (labels >= 0).sum()", "return len(labels)")
+    losses = "object_loss + class_loss + box_loss"
+    a_mean = a_mean.replace(f"{losses},", f"({losses}) / mask.sum().clamp(min=1),")
     small = "--data.global_batch_size 2 --train.max_steps 60 --train.eval_every 60 --checkpoint.every_steps 60".split()
     for name, text in {"sum": clean, "mean": a_mean}.items():
         file.write_text(text)
