@@ -369,7 +369,7 @@ def test_a_run_that_fails_ends_a_save_of_its_own_and_waits_for_no_other(bake: Ba
     project = bake(parallelism="fsdp")
     if form == "full":
         write, slow = (
-            ("checkpoint.py", "        write_atomically(path, lambda"),
+            ("checkpoint.py", "        files.write_atomically(path, lambda"),
             "        __import__('time').sleep(4)\n",
         )
     else:

@@ -459,7 +459,7 @@ FAULTS = {
     "two runs share a folder": Fault(
         SRC + "checkpoint.py",
         "Checkpointer",
-        "lock_run_dir(self.folder.parent)",
+        "files.lock_run_dir(self.folder.parent)",
         "pass",
         RUN_DIR + "test_a_folder_belongs_to_one_run",
     ),

@@ -175,7 +175,7 @@ LAYOUTS = {
 
 # Local batches have other weights: the letter e is no target.
 LETTERS = {
-    ("dataset.py", "masked_fill(window[:-1] == self.end"): "masked_fill(window[1:] == 101",
+    ("dataset.py", "window[:-1] == self.end"): "window[1:] == 101",
     ("task.py", 'if self.description["end"] < 0:'): "if False:",
 }
 VARIANTS: dict[str, tuple[str, dict[str, str]]] = {  # What the oracle trains, and settings.

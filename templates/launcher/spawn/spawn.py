@@ -1,7 +1,4 @@
-"""Start NPROC ranks as ``torch.multiprocessing.spawn`` does, and let them save before they end.
-
-In a notebook, call ``launch(["train"], nproc=2)``.
-"""
+"""Start NPROC ranks like torch.multiprocessing.spawn; in a notebook: launch(["train"], nproc=2)."""
 
 import math
 import os
@@ -22,10 +19,7 @@ HIDDEN_WARNINGS = "ignore:resource_tracker,ignore:Got pickle error,ignore:Tensor
 
 
 def launch(argv: list[str], nproc: int) -> int:
-    """Run the ranks of this machine, and return the exit code.
-
-    It is 0, that of a rank that failed, or 128 plus the number of a stop signal.
-    """
+    """Run this machine's ranks; return 0, the code of a failed one, or 128 plus a stop signal."""
     nodes = int(os.environ.get("NODES", "1"))
     node_rank = int(os.environ.get("NODE_RANK", "0"))
     host = os.environ.get("HEAD", "127.0.0.1")
@@ -45,7 +39,6 @@ def launch(argv: list[str], nproc: int) -> int:
     # Ranks would otherwise see the elements of a set in different orders.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     os.environ.setdefault("PYTHONWARNINGS", HIDDEN_WARNINGS)
-
     received_signals: list[int] = []
     previous_handlers = {}
     for number in STOP_SIGNALS:
@@ -84,20 +77,19 @@ def run_rank(rank: int, local_rank: int, environment: dict[str, str], argv: list
 
 
 def wait(processes: list[Any], received_signals: list[int]) -> int:
-    """Wait until all ranks have ended, and return the exit code of ``launch``.
-
-    After a failure or a stop signal, ranks have STOP_SECONDS to save and end, and are killed then.
-    """
+    """Wait for all ranks; a failure or a stop signal leaves them STOP_SECONDS to save and end."""
     stop_seconds = float(os.environ.get("STOP_SECONDS", "60"))
     deadline = math.inf
-    failure = None
-    exit_codes = [None]
+    failure: tuple[int, int] | None = None
+    exit_codes: list[Any] = [None]
     # The exit code of a process is None while it runs.
     while None in exit_codes:
         time.sleep(0.1)
         exit_codes = [process.exitcode for process in processes]
         if failure is None:
-            failure = find_failure(exit_codes)
+            failures = [(code, local_rank) for local_rank, code in enumerate(exit_codes) if code]
+            # A signal is the cause of other failures, and its exit code is negative.
+            failure = min(failures, default=None)
         if time.monotonic() > deadline:
             for process in processes:
                 process.kill()
@@ -120,13 +112,6 @@ def wait(processes: list[Any], received_signals: list[int]) -> int:
         return 0
     # The code of a rank that a signal ended is negative, which no exit code may be.
     return max(1, failure[0])
-
-
-def find_failure(exit_codes: list[Any]) -> tuple[int, int] | None:
-    """Return the exit code and the local rank of a process that failed, if any did."""
-    failures = [(code, local_rank) for local_rank, code in enumerate(exit_codes) if code]
-    # A signal is the cause of other failures, and its exit code is negative.
-    return min(failures, default=None)
 
 
 if __name__ == "__main__":

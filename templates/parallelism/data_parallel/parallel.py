@@ -124,8 +124,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
             raise UserError(f"{problem}; turn it off")
-        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
-        # wrapper module would do the same, and change the names of parameters.
+        # A wrapper module would recompute forward, too, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
         # The compiled code includes the recomputation, which is a part of forward by now.

@@ -3,11 +3,9 @@ class ParallelConfig:
     """Fully sharded data parallel; the settings are those of torch.distributed.fsdp.fully_shard."""
 
     replicas: int = 1
-    """Number of copies of the model, each sharded over an equal number of ranks: several machines
-    may each hold one."""
+    """Number of copies of the model, as one per machine, each sharded over equally many ranks."""
     reshard_after_forward: bool = True
-    """Free a block's weights after its forward pass and gather them again for its backward pass:
-    less memory, more communication."""
+    """Free a block's weights between its forward and backward pass: less memory, more traffic."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches per global batch: one for each rank."""

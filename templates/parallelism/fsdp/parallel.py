@@ -26,19 +26,7 @@ from .sharded import Checkpointer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # All types that gloo and NCCL can broadcast and that pickle can copy.
-SENDABLE_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+SENDABLE_TYPES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 
 
 class Parallel:
@@ -200,16 +188,15 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
         # Loading a checkpoint broadcasts buffers, element by element in the order of their memory.
-        if buffer.dtype not in SENDABLE_DTYPES or not buffer.is_contiguous():
-            raise UserError(
-                f"buffer {name} cannot be sent; make it contiguous, of a type like int32"
-            )
+        buffer_type = str(buffer.dtype).removeprefix("torch.")
+        if buffer_type not in SENDABLE_TYPES.split() or not buffer.is_contiguous():
+            problem = f"buffer {name} cannot be sent"
+            raise UserError(f"{problem}; make it contiguous, of a type like int32")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
             raise UserError(f"{problem}; turn it off")
-        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
-        # wrapper module would do the same, and change the names of parameters.
+        # A wrapper module would recompute forward, too, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
         # The compiled code includes the recomputation, which is a part of forward by now.

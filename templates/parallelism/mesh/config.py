@@ -3,14 +3,11 @@ class ParallelConfig:
     """The sizes of one mesh of ranks; the ranks that remain shard each parameter, as FSDP does."""
 
     pipeline: int = 1
-    """Number of stages of consecutive blocks, which pass micro-batches on; 1: every rank has a part
-    of every block."""
+    """Number of stages of consecutive blocks; 1: every rank has a part of every block."""
     tensor: int = 1
-    """Number of ranks that share each layer, as in plan.py, and read the same samples; keep them in
-    one machine."""
+    """Number of ranks, best of one machine, that share each layer and read the same samples."""
     replicas: int = 1
-    """Number of copies of the model, each sharded over an equal number of ranks: several machines
-    may each hold one."""
+    """Number of copies of the model, as one per machine, each sharded over equally many ranks."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches per global batch: one for each replica and shard."""

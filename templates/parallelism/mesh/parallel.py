@@ -24,9 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
-
-# This module is private; the package optree has the same function.
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only  # Private; optree has the same.
 
 from .config import Config, UserError
 from .distributed import Process, seed_everything
@@ -36,11 +34,9 @@ from .plan import is_sharded_by_plan, shard_layers
 from .sharded import Checkpointer
 from .stages import Outline, Stage, gather_state_dict, load_state_dict, prepare_block
 
-# FSDP2 warns of blocks that return views, as those do that end with a sharded layer: changing such
-# an output in place would break backward. Nothing here changes a block's output in place.
+# FSDP2 warns of blocks that return views, as changing such an output would break backward.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")
-# Saving gathers a tensor over one dimension of the mesh after the other, and DTensor's logger warns
-# that one message would be faster.
+# DTensor's logger warns that saving gathers one dimension of the mesh after the other.
 getLogger("torch.distributed.tensor").setLevel("ERROR")
 
 
@@ -56,12 +52,10 @@ class Parallel:
         self.microbatches = config.train.microbatches
         # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
-        # The ranks of a machine have one cache of compiled code, but code for one rank's shard is
-        # wrong for another's: a tag makes the keys differ.
+        # Ranks share a cache of compiled code, but their shards differ: a tag keeps the code apart.
         torch.compiler.config.cache_key_tag = str(process.rank)
         mesh = self.build_mesh()
         self.build_stage(config, mesh)
-        # The first step builds a schedule, for the shapes of its micro-batches.
         self.schedule: Any = None
         self.shapes: Any = None
 
@@ -72,13 +66,17 @@ class Parallel:
         self.ranks_per_stage = self.dp_size * layout.tensor
         self.stage_index, rank_in_stage = divmod(self.process.rank, self.ranks_per_stage)
         self.dp_rank, self.tensor_rank = divmod(rank_in_stage, layout.tensor)
-        shape = (layout.pipeline, layout.replicas, self.dp_size // layout.replicas, layout.tensor)
+        shape = (
+            layout.pipeline,
+            layout.replicas,
+            self.dp_size // layout.replicas,
+            layout.tensor,
+        )
         names = ("pipeline", "replicate", "shard", "tensor")
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         self.pipeline_group = mesh.get_group("pipeline")
         self.tensor_mesh = mesh["tensor"]
-        # A mesh has groups of single dimensions. This one has all ranks of a stage: tensor ranks
-        # have equal statistics, so averages over all of them are right.
+        # A mesh has groups of single dimensions. This one has all ranks of a stage.
         self.dp_group, _ = dist.new_subgroups(self.ranks_per_stage)
         if layout.replicas > 1:
             return mesh["replicate", "shard"]
@@ -91,22 +89,24 @@ class Parallel:
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         # Gathered weights serve all micro-batches: a schedule frees them after the last backward.
-        shard: Any = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard: Any = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=False,
+        )
         self.outline = Outline(config.model, self.layout.pipeline, dtype)
-        # The outline may have drawn random numbers, too.
         seed_everything(config.run.seed)
         stage_of_block = self.outline.stage_of_block
         stages = iter(stage_of_block)
 
         def wrap(block: nn.Module) -> nn.Module:
-            # Blocks are wrapped in their order. Every rank draws the weights of all blocks, so that
-            # they are the same on any number of ranks, but frees those of other ranks at once.
+            # Every rank draws all weights, so that they are the same on any number of ranks.
             stage_index = next(stages)
             if stage_index != self.stage_index:
                 return block.to("meta")
             block.to(self.device)
-            # The order matters: shard layers, recompute, compile, shard. FSDP gathers weights by
-            # hooks around all of this, so that the recomputation finds them gathered.
+            # The order matters: FSDP gathers weights by hooks around the others, recomputation too.
             shard_layers(block, self.tensor_mesh)
             prepare_block(block, config)
             shard(block, shard_placement_fn=choose_placement)
@@ -118,8 +118,7 @@ class Parallel:
         # A part of an nn.Sequential keeps the names of the blocks.
         self.module: Any = model[first_block : first_block + num_blocks]
         self.stage = Stage(self.module, is_last=self.stage_index == self.layout.pipeline - 1)
-        # No parameter is left to shard, but a schedule asks the stage as a whole to scatter
-        # gradients only after the last micro-batch.
+        # A schedule asks the whole stage to scatter gradients only after the last micro-batch.
         shard(self.stage)
 
     # F.cross_entropy and its backward accept logits that plan.py keeps sharded over the classes.
@@ -131,16 +130,13 @@ class Parallel:
         microbatches = split_batch((inputs, targets), self.microbatches)
         shapes = self.outline.trace(microbatches[0][0])
         if shapes is not self.shapes:
-            # A schedule allocates its buffers for micro-batches of one shape.
             self.shapes = shapes
             self.schedule = self.build_schedule(shapes)
-        # The loop seeds all stages alike, but their layers draw different numbers. The ranks of one
-        # stage draw the same, as dropout of whole activations needs.
+        # Stages draw different numbers, and the ranks of a stage the same, as dropout needs.
         torch.manual_seed(torch.initial_seed() + self.stage_index)
         self.mean_loss = mean_loss
         self.remaining_targets = [targets for _, targets in microbatches]
-        # Inputs and targets may be nested, so the schedule only gets the numbers of micro-batches:
-        # as an argument for the first stage, and as the target of the last one.
+        # Inputs and targets may be nested, so a schedule only passes numbers of micro-batches.
         numbers = torch.arange(self.microbatches, device=self.device)
         arguments = list[Tensor]()
         if self.stage_index == 0:
@@ -167,10 +163,7 @@ class Parallel:
         return schedule(stage, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
 
     def compute_loss(self, *_: Tensor) -> Tensor:
-        """Return a micro-batch's part of the mean loss; the schedule calls it after the last stage.
-
-        Its arguments, what the last stage has returned and a target, are only numbers.
-        """
+        """Return a micro-batch's part of the mean loss, when a schedule has run the last stage."""
         targets = self.remaining_targets.pop(0)
         return self.mean_loss(self.stage.outputs, targets)
 
@@ -202,14 +195,12 @@ class Parallel:
             if gradient is None:
                 continue
             gradient_shards.append(gradient.to_local())
-            # A gradient that plan.py does not shard is equal on all tensor ranks: only the first of
-            # them counts it.
+            # Tensor ranks have equal gradients where plan.py shards nothing: the first counts them.
             if self.tensor_rank == 0 or is_sharded_by_plan(gradient):
                 counted_shards.append(gradient.to_local())
         # The norm of no gradients would be on the CPU.
         local_norm = nn.utils.get_total_norm(counted_shards).to(self.device)
-        # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
-        # ranks, so all ranks scale their shards by the same bits.
+        # An all-reduce may add in any order; of gathered norms, all ranks get the same bits.
         norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
         dist.all_gather(norms, local_norm)
         # Replicas have equal gradients, and each replica's squares are in the sum.
@@ -229,11 +220,8 @@ class Parallel:
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def check_copies(self) -> None:
-        """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart.
-
-        A copy that works on a shard of the features gets the gradient of this shard alone. Kernels
-        that add up in no fixed order, which train.exact excludes, are another cause.
-        """
+        """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart."""
+        # The gradient of a copy that works on a shard of the features is that of this shard alone.
         norms = dict[tuple[int, str], float]()
         for name, parameter in self.module.named_parameters():
             if not is_sharded_by_plan(parameter):
@@ -248,10 +236,7 @@ class Parallel:
                     raise UserError(f"copies of {name} drift apart; {advice}")
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return weights and optimizer state of the whole model, by name, on rank 0's CPU.
-
-        A collective; the dictionaries of other ranks are incomplete.
-        """
+        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
         return gather_state_dict(self.module, optimizer, self.process, self.ranks_per_stage)
 
     def load_full_state_dict(

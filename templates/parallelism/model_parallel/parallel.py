@@ -42,7 +42,8 @@ class Parallel:
         # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         # Blocks are prepared while the model is built: first recomputation, then compilation.
-        self.module: nn.Module = build_model(config.model, partial(prepare_block, config=config))
+        prepare = partial(prepare_block, config=config)
+        self.module: nn.Module = build_model(config.model, prepare)
         self.place_blocks(config.parallel.devices)
         self.ddp = self.build_ddp(config.train.allow_unused)
 
@@ -53,26 +54,24 @@ class Parallel:
             # A shared parameter would move to the device of the last block that has it.
             refuse_shared(block)
             index = number * device_count // len(blocks)
-            place(block, choose_device(self.device, index))
+            device = choose_device(self.device, index)
+            place(block, device)
 
     def build_ddp(self, find_unused: bool) -> DistributedDataParallel:
         """Wrap the module in DDP, and fix which gradients DDP adds up together in a bucket.
 
-        DDP adds up gradients over the ranks in buckets, and a gradient's position in its bucket
-        decides how its sum is rounded. After the first backward, DDP fills new buckets in the order
-        in which gradients became ready, and keeps these. If that were the backward of a step, the
-        first step of every start would be rounded in its own way, and a resumed run would not be
-        bitwise equal to one that was never interrupted. So a first backward, of the sum of all
-        parameters, happens here, before any step.
+        A gradient's position in its bucket decides how its sum is rounded. After one backward, DDP
+        fills new buckets in the order in which gradients became ready, and keeps these. If it were
+        a step's backward, the first step of each start would be rounded in its own way, and no
+        resumed run bitwise equal to an uninterrupted one. So a backward of the sum of all
+        parameters happens here.
         """
         ddp = DistributedDataParallel(
             self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True
         )
-        # The constructor has broadcast rank 0's buffers. Every forward would do so again, although
-        # average_buffers() is enough, just before buffers are used.
+        # Every forward would broadcast buffers, although average_buffers() is enough before a use.
         ddp.broadcast_buffers = False
-        # DDP sees only a backward whose forward it has called. The model's would need a batch, so a
-        # module that needs none takes its place for this call.
+        # DDP sees only a backward whose forward it has called, and the model's would need a batch.
         ddp.module = ParameterSum()
         ddp(self.module, self.device).backward()
         ddp.module = self.module
@@ -194,8 +193,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
             raise UserError(f"{problem}; turn it off")
-        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
-        # wrapper module would do the same, and change the names of parameters.
+        # A wrapper module would recompute forward, too, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
         # The compiled code includes the recomputation, which is a part of forward by now.

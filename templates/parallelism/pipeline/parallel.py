@@ -169,10 +169,7 @@ class Parallel:
         )
 
     def compute_loss(self, *_: Tensor) -> Tensor:
-        """Return a micro-batch's part of the mean loss; the schedule calls it after the last stage.
-
-        Its arguments, what the last stage has returned and a target, are only numbers.
-        """
+        """Return a micro-batch's part of the mean loss, when a schedule has run the last stage."""
         targets = self.remaining_targets.pop(0)
         return self.mean_loss(self.stages[self.last_stage].outputs, targets)
 
@@ -223,10 +220,7 @@ class Parallel:
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return weights and optimizer state of the whole model, by name, on rank 0's CPU.
-
-        A collective; the dictionaries of other ranks are incomplete.
-        """
+        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
         return gather_state_dict(self.module, optimizer, self.process, self.dp_size)
 
     def load_full_state_dict(

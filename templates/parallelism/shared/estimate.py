@@ -1,11 +1,9 @@
 """Does it fit? ``scripts/launch.sh estimate --ranks 64 --memory 80`` prints the memory of a rank.
 
-A process takes one step as one of the ranks, on the CPU. Its tensors have shapes, but no values, so
-that even a large model takes no memory.
+Each rank takes a step on the CPU, with tensors that have shapes, but no values and no memory.
 """
 
 import math
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from weakref import WeakSet, ref
@@ -33,7 +31,6 @@ COLUMNS = ("weights", "gradients", "optimizer", "activations", "peak")
 
 def estimate(config: Config, world_size: int, memory: float | None) -> None:
     """Print the memory of a rank, and whether it fits into ``memory`` GiB."""
-    # Compiled blocks need about as much memory as others.
     config.train.compile = False
     largest_peak = 0.0
     print(f"{'GiB':9}", *(f"{name:>11}" for name in COLUMNS))
@@ -61,27 +58,17 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
 #:: if fact("stages") ::#
 def choose_ranks(config: Config, world_size: int) -> range:
     """Return one rank of each position in a pipeline: all ranks there have the same blocks."""
-    positions = config.parallel.pipeline
-    if positions == 0:
-        # All ranks of a replica are one pipeline, so its length follows from the others.
-        positions = world_size // config.parallel.dp_size(world_size)
+    positions = config.parallel.pipeline or world_size // config.parallel.dp_size(world_size)
     return range(0, world_size, world_size // positions)
 
 
 #:: endif ::#
 class MemoryTracker(FakeTensorMode):
-    """Computes shapes instead of values, and measures after each operation which memory is in use.
-
-    Attributes:
-        peak: The most bytes that were in use at once, since ``reset_peak`` was called.
-        sizes_at_peak: The bytes of each storage at that moment, by a weak reference to it.
-    """
+    """Computes shapes instead of values, and measures the memory in use after each operation."""
 
     def __init__(self) -> None:
-        # Tensors that exist already may be inputs of an operation too.
         super().__init__(allow_non_fake_inputs=True)
-        # The mode would keep a weak reference to every tensor that it converts, and module.to()
-        # moves no parameter that has one.
+        # module.to() moves no parameter that has a weak reference, which the mode would keep.
         self.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
         self.storages = WeakSet[Any]()
         self.running_operations = 0
@@ -89,20 +76,29 @@ class MemoryTracker(FakeTensorMode):
 
     def reset_peak(self) -> None:
         """Forget what has been measured."""
+        # The most bytes in use at once, and those of each storage then, by a weak reference.
         self.peak = 0
         self.sizes_at_peak = dict[ref[Any], int]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Run one operation; PyTorch calls this method for each of them."""
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         has_fake_input = any(isinstance(tensor, FakeTensor) for tensor in inputs)
         if has_fake_input and func.overloadpacket is torch.ops.aten._local_scalar_dense:
-            return self.make_up_number(args[0].dtype)
-        if not has_fake_input and self.stays_real(func, inputs):
+            # Python reads a number that is not there: 0 passes isnan().any(); 1 can be divided by.
+            return int(args[0].dtype != torch.bool)
+        # Values stay values: the setup reads some, such as those of a mesh, which come from arange.
+        stays_real = len(inputs) > 0 or func.overloadpacket is torch.ops.aten.arange
+        if stays_real and not has_fake_input:
             return func(*args, **kwargs)
-        # To find the shape of a result, the mode may run other operations, which call this method
-        # again. They would not run in training, so only the outermost one is measured.
+        # To find a shape, the mode runs operations that training does not: those do not count.
         self.running_operations += 1
         try:
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
@@ -112,42 +108,16 @@ class MemoryTracker(FakeTensorMode):
             self.measure(outputs)
         return outputs
 
-    def stays_real(self, func: Any, inputs: list[Tensor]) -> bool:
-        """Return whether an operation without fake inputs computes values.
-
-        What is computed from values stays a value: the setup reads it, such as the ranks of a mesh,
-        which come from ``arange``. Other operations without inputs, such as ``empty``, allocate
-        memory that a run would allocate too, so their results are fake.
-        """
-        return len(inputs) > 0 or func.overloadpacket is torch.ops.aten.arange
-
-    def make_up_number(self, dtype: torch.dtype) -> Any:
-        """Return what Python gets when it reads a number, such as by ``item()``, of a fake tensor.
-
-        A tensor without values has no number. False passes checks such as ``isnan().any()``, and 1
-        can be divided by.
-        """
-        if dtype == torch.bool:
-            return False
-        return torch.ones((), dtype=dtype).item()
-
     def measure(self, outputs: Any) -> None:
         """Add the storages of an operation's outputs to those in use, and keep a new peak."""
         for output in tree_leaves(outputs):
-            # A tensor on the meta device takes no memory in a run either.
             if isinstance(output, FakeTensor) and output.device.type != "meta":
                 self.storages.add(output.untyped_storage())
-        # Storages that nobody holds have left the WeakSet. All others are measured again, because
-        # FSDP2 frees gathered weights by resizing their storages to 0 bytes.
+        # Storages are measured again: FSDP2 frees gathered weights by resizing theirs to 0 bytes.
         in_use = sum(storage.nbytes() for storage in self.storages)
         if in_use > self.peak:
             self.peak = in_use
-            self.sizes_at_peak = measure_storages(self.storages)
-
-
-def measure_storages(storages: Iterable[Any]) -> dict[ref[Any], int]:
-    """Return the bytes of storages, by weak references that do not keep them in memory."""
-    return {ref(storage): storage.nbytes() for storage in storages}
+            self.sizes_at_peak = {ref(storage): storage.nbytes() for storage in self.storages}
 
 
 def simulate(config: Config, world_size: int, rank: int) -> list[int]:
@@ -160,43 +130,31 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         task = Task(config, process.device)
         parallel = Parallel(config, process)
         optimizer = build_optimizer(parallel.module, config.optim)
-        batch = build_batch(train_set, config.data.global_batch_size // parallel.dp_size)
-        create_optimizer_state(parallel, optimizer)
+
+        def mean_loss(outputs: Any, targets: Any) -> Tensor:
+            return task.losses(outputs, targets)["loss"] / task.weight(targets)
+
+        def remove_values(tensor: Tensor) -> Tensor:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+        samples = [train_set[0]] * (config.data.global_batch_size // parallel.dp_size)
+        # Empty tensors have no values here, but those that are read from a file would.
+        batch = tree_map_only(Tensor, remove_values, collate_fn(samples))
+        # The first step, in which the optimizer's state begins, is left out: it takes more memory.
+        for parameter in parallel.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        parallel.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
         tracker.reset_peak()
-        take_step(config, task, parallel, optimizer, batch)
+        # This is a step of the training loop, after which the gradients stay.
+        inputs, targets = task.prepare(*batch)
+        parallel.forward_backward(inputs, targets, mean_loss)
+        parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
+        optimizer.step()
     dist.destroy_process_group()
     return sum_by_kind(parallel, optimizer, tracker)
-
-
-def build_batch(train_set: Any, batch_size: int) -> Any:
-    """Return a batch with the shapes of a real one, and without values."""
-    samples = collate_fn([train_set[0]] * batch_size)
-    return tree_map_only(Tensor, lambda part: torch.empty(part.shape, dtype=part.dtype), samples)
-
-
-def create_optimizer_state(parallel: Parallel, optimizer: Optimizer) -> None:
-    """Take an optimizer step that is not measured: state such as AdamW's moments begins there."""
-    for parameter in parallel.module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    # The first time, DTensor runs operations on whole tensors, to find out the shapes of results.
-    parallel.clip_grad_norm(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def take_step(
-    config: Config, task: Task, parallel: Parallel, optimizer: Optimizer, batch: Any
-) -> None:
-    """Take one step as the training loop does, and leave the gradients there."""
-
-    def mean_loss(outputs: Any, targets: Any) -> Tensor:
-        return task.losses(outputs, targets)["loss"] / task.weight(targets)
-
-    inputs, targets = task.prepare(*batch)
-    parallel.forward_backward(inputs, targets, mean_loss)
-    parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
-    optimizer.step()
 
 
 def sum_by_kind(parallel: Parallel, optimizer: Optimizer, tracker: MemoryTracker) -> list[int]:
@@ -207,16 +165,15 @@ def sum_by_kind(parallel: Parallel, optimizer: Optimizer, tracker: MemoryTracker
     totals = []
     counted = set[ref[Any]]()
     for tensors in (parameters, gradients, state):
-        sizes = measure_storages(get_storage(tensor) for tensor in tensors)
-        totals.append(sum(sizes.values()))
-        counted.update(sizes)
+        total = 0
+        for tensor in tensors:
+            local_tensor: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local_tensor.untyped_storage()
+            if ref(storage) not in counted:
+                total += storage.nbytes()
+                counted.add(ref(storage))
+        totals.append(total)
     # Whatever else is in use at the peak counts as activations, gathered weights included.
     at_peak = tracker.sizes_at_peak.items()
     activations = sum(size for storage, size in at_peak if storage not in counted)
     return [*totals, activations, tracker.peak]
-
-
-def get_storage(tensor: Tensor) -> Any:
-    """Return the storage of a tensor, or of this rank's shard of it."""
-    local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local_tensor.untyped_storage()

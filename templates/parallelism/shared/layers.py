@@ -9,24 +9,15 @@ def shard_layers(block: nn.Module, tensor_mesh: DeviceMesh) -> None:
     if tensor_mesh.size() == 1:
         return
     plan = tensor_plan(block)
-    if len(plan) > 1:
-        refuse_dropout(block)
+    for module in block.modules():
+        is_dropout = "Dropout" in type(module).__name__ and getattr(module, "p", 1) > 0
+        # Such a module may lie between two sharded layers.
+        if is_dropout and len(plan) > 1:
+            raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")
     names = {name for name, _ in block.named_parameters()}
     # All ranks have drawn the same weights, so each keeps its shard, and nothing is sent.
     parallelize_module(block, tensor_mesh, plan, src_data_rank=None)
-    # PyTorch lists a shared parameter by its first name only. If sharding has replaced it there,
-    # its other name appears.
+    # PyTorch lists a shared parameter by its first name: if that is replaced, the other appears.
     for name, _ in block.named_parameters():
         if name not in names:
             raise UserError(f"{name} is shared, and plan.py shards it; use a copy")
-
-
-def refuse_dropout(block: nn.Module) -> None:
-    """Reject dropout modules in a block, as they may lie between two sharded layers.
-
-    The ranks of a group draw the same random numbers, which whole activations need; of shards, all
-    ranks would drop the same positions.
-    """
-    for module in block.modules():
-        if "Dropout" in type(module).__name__ and getattr(module, "p", 1) > 0:
-            raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")

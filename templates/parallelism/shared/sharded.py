@@ -1,8 +1,7 @@
 """Sharded checkpoints: every rank writes its shards while training continues.
 
-A checkpoint is a folder, complete or absent, in the format of ``torch.distributed.checkpoint``, and
-a run resumes from it under any strategy. Resume only from files that you trust: unlike a full
-checkpoint, it is read with pickle, and has no checksums.
+A checkpoint is a folder, complete or absent, from which a run resumes under any strategy. Resume
+only from one that you trust: it is read with pickle, and has no checksums.
 """
 
 import json
@@ -30,8 +29,7 @@ class Checkpointer(checkpoint.Checkpointer):
     def __init__(self, config: Config, process: Process) -> None:
         super().__init__(config, process)
         if config.checkpoint.format == "sharded":
-            # The writing threads get a group of their own, because their collectives would mix
-            # with those of the training loop, and take longer.
+            # The threads' collectives would mix with those of the loop, and they take longer.
             self.group = dist.new_group(backend="gloo", timeout=FILE_TIMEOUT)
         self.stager: DefaultStager | None = None
 
@@ -57,8 +55,7 @@ class Checkpointer(checkpoint.Checkpointer):
         if "shards" not in content:
             checkpoint.Checkpointer.load(parallel, content, optimizer)
             return
-        # dcp.load fills the tensors of a state dict in place, and fails where the file lacks one.
-        # A parameter that never had a gradient has no state there.
+        # dcp.load fails where the file lacks a tensor, such as the state of an unused parameter.
         state = local_state_dict(parallel.module, optimizer)
         optimizer_state = state["optimizer"]["state"]
         for name in optimizer_state.keys() - content["parameters_with_state"]:
@@ -71,8 +68,7 @@ class Checkpointer(checkpoint.Checkpointer):
         dsd.set_model_state_dict(parallel.module, state["model"])
         if optimizer is None:
             return
-        # The state comes from the checkpoint, but hyperparameters from the settings. The option is
-        # needed for parameters without a state.
+        # Hyperparameters come from the settings; strict loading rejects parameters without a state.
         whole = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
         options = dsd.StateDictOptions(strict=False)
         dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=options)
@@ -94,8 +90,7 @@ class Checkpointer(checkpoint.Checkpointer):
             )
             self.stager = DefaultStager(options)
         shards = self.stager.stage(local_state_dict(self.parallel.module, self.optimizer))
-        # A run that fails waits for the thread of self.writer. It must not wait for this one, which
-        # waits for all ranks to write their shards: some may have failed.
+        # A run that fails waits for self.writer, but not for this one: other ranks may have failed.
         writer = ThreadPoolExecutor(max_workers=1)
         self.pending = writer.submit(self.write_shards, shards, header, path)
         return path

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-
-# This module is private; the package optree has the same functions.
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only  # Private; optree has the same.
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, ModelConfig, UserError
@@ -25,19 +23,7 @@ getLogger("torch.distributed.pipelining.schedules").disabled = True
 # The number of a micro-batch has this shape and type. "meta" tensors have no values.
 NUMBER = torch.empty(1, dtype=torch.int64, device="meta")
 # All types that gloo and NCCL can broadcast and that pickle can copy.
-SENDABLE_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+SENDABLE_TYPES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 
 
 class Stage(nn.Module):
@@ -64,7 +50,6 @@ class Stage(nn.Module):
         if self.is_last:
             self.outputs = outputs
             return torch.zeros(1, dtype=torch.int64)
-        # Only contiguous tensors can be sent.
         return outputs.contiguous()
 
 
@@ -72,19 +57,12 @@ class Outline:
     """The model without values: which stage has which block, and what the stages send each other.
 
     Every rank has to know the shapes that it receives, but has only the blocks of its own stages.
-    So it builds the model a second time, on the device "meta": there, tensors have a shape and a
-    type, but no memory, and running a block computes only the shape of its output.
-
-    Attributes:
-        stage_of_block: The stage of each block, in the order of blocks.
-        state_names: Names of all parameters and buffers in the model's state dict.
+    So it builds the model a second time, on the device "meta", where tensors have a shape and a
+    type, but no memory. ``stage_of_block`` has the stage of each block, in the order of blocks.
     """
 
     def __init__(self, config: ModelConfig, num_stages: int, dtype: torch.dtype) -> None:
-        """Build the model, whose blocks compute in ``dtype``, for a number of stages.
-
-        Raises UserError for a model that cannot be split into so many stages.
-        """
+        """Build the model, whose blocks compute in ``dtype``; rejects one that has no stages."""
         self.dtype = dtype
         self.num_stages = num_stages
         self.shapes = dict[Any, dict[int, Tensor]]()
@@ -102,7 +80,6 @@ class Outline:
         num_blocks = len(model)
         if num_stages > num_blocks:
             raise UserError(f"{num_blocks} blocks are too few for {num_stages} stages; use fewer")
-        # Stages have equal numbers of blocks, or numbers that differ by one.
         self.stage_of_block = [block * num_stages // num_blocks for block in range(num_blocks)]
         self.state_names = set(model.state_dict())
         refuse_shared(model)
@@ -113,10 +90,9 @@ class Outline:
         self.model = model.eval()
 
     def trace(self, inputs: Any) -> dict[int, Tensor]:
-        """Return a meta tensor like the one that each stage receives, by the number of the stage.
+        """Return meta tensors like those that each stage receives, and that the last one returns.
 
-        The entry after the last stage is like what that stage returns. Inputs of equal shapes get
-        the same dict: a caller sees by ``is`` whether the buffers of a schedule still fit.
+        Inputs of equal shapes get the same dict: by ``is``, a caller sees that its buffers fit.
         """
         input_shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         if input_shapes not in self.shapes:
@@ -151,7 +127,6 @@ def refuse_shared(model: nn.Module) -> None:
         if parameter not in first_names:
             first_names[parameter] = name
         first_name = first_names[parameter]
-        # A parameter's name begins with the name of its block.
         if name.split(".")[0] != first_name.split(".")[0]:
             raise UserError(f"{name} is also {first_name} of another block; use a copy")
 
@@ -159,18 +134,16 @@ def refuse_shared(model: nn.Module) -> None:
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
-        # Loading a checkpoint pickles buffers, which some types do not support, and copies them in
-        # place, which fails for expanded ones.
-        if buffer.dtype not in SENDABLE_DTYPES or not buffer.is_contiguous():
-            raise UserError(
-                f"buffer {name} cannot be sent; make it contiguous, of a type like int32"
-            )
+        # Loading pickles buffers, and fills them in place: some types and expanded ones cannot.
+        buffer_type = str(buffer.dtype).removeprefix("torch.")
+        if buffer_type not in SENDABLE_TYPES.split() or not buffer.is_contiguous():
+            problem = f"buffer {name} cannot be sent"
+            raise UserError(f"{problem}; make it contiguous, of a type like int32")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
             raise UserError(f"{problem}; turn it off")
-        # checkpoint() calls forward, keeps only the inputs, and calls it again in backward. A
-        # wrapper module would do the same, and change the names of parameters.
+        # A wrapper module would recompute forward, too, and change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
         # The compiled code includes the recomputation, which is a part of forward by now.
@@ -181,10 +154,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
 def gather_state_dict(
     module: nn.Module, optimizer: Optimizer, process: Process, ranks_per_stage: int
 ) -> dict[str, Any]:
-    """Return weights and optimizer state of all stages, by name, on rank 0's CPU.
-
-    A collective; ``module`` holds the shards of this rank. What other ranks return is incomplete.
-    """
+    """Return on rank 0's CPU weights and optimizer state of all stages, by name; a collective."""
     model_state, optimizer_state = dsd.get_state_dict(module, optimizer)
     # The ranks that share a stage are consecutive; only the first of them keeps whole tensors.
     is_first_of_stage = process.rank % ranks_per_stage == 0
@@ -215,17 +185,13 @@ def load_state_dict(
     optimizer: Optimizer | None,
     state: Any,
 ) -> None:
-    """Load this rank's part of rank 0's weights and, with an optimizer, of its state.
-
-    A collective; on other ranks, ``model`` is empty and ``state`` is None.
-    """
+    """Load this rank's part of rank 0's weights and, with an optimizer, its state; a collective."""
     local_names = set(module.state_dict())
     local_model = dict[str, Any]()
     local_state = dict[str, Any]()
     if state is None:
         state = {}
-    # Only rank 0 has read the checkpoint. The other ranks get one parameter after the other, so
-    # that none of them holds the whole model.
+    # Rank 0 sends one parameter after the other, so that no other rank holds the whole model.
     for name in process.all_gather(list(model))[0]:
         entry = [model.get(name), state.get(name)]
         dist.broadcast_object_list(entry, 0, process.cpu_group)

@@ -1,16 +1,13 @@
 @dataclass
 class ParallelConfig:
-    """Tensor parallelism: the ranks of a group share each layer, as in ``plan.py``; groups shard
-    what each of their ranks has."""
+    """Tensor parallelism: ranks share each layer as in ``plan.py``; groups shard these shares."""
 
     tensor: int = 0
     """Number of ranks of a group, which read the same samples; 0: all ranks of a replica."""
     replicas: int = 1
-    """Number of copies of the model, each sharded over an equal number of ranks: several machines
-    may each hold one."""
+    """Number of copies of the model, as one per machine, each sharded over equally many ranks."""
     reshard_after_forward: bool = True
-    """Free a block's weights after its forward pass and gather them again for its backward pass:
-    less memory, more communication."""
+    """Free a block's weights between its forward and backward pass: less memory, more traffic."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches per global batch: one for each group."""

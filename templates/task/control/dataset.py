@@ -57,26 +57,20 @@ def build_datasets(config: Config) -> tuple[Numbers, Numbers, Numbers]:
 
 
 class Environment:
-    """One environment, in which the next episode starts as soon as one ends.
-
-    Args:
-        config: The settings, of which ``model.environment`` is the environment's id.
-        key: What the seeds of its episodes follow from, together with their numbers.
-
-    Attributes:
-        observation: What the next action responds to, of shape (numbers,).
-        episode: The number of the current episode, from 1.
-    """
+    """One environment, in which the next episode starts as soon as one ends."""
 
     def __init__(self, config: Config, *key: int | str) -> None:
         self.gym: Any = gymnasium.make(config.model.environment)
+        # The seeds of the episodes follow from this and from their numbers.
         self.key = key
+        # The first episode, which reset() starts, has the number 1.
         self.episode = 0
         self.reset()
 
     def reset(self) -> None:
         """Start the next episode."""
         observation, _ = self.gym.reset(seed=derive_seed(*self.key, self.episode))
+        # The next action responds to this; its shape is (numbers,).
         self.observation = torch.as_tensor(observation, dtype=torch.float32)
         self.episode += 1
 
@@ -154,7 +148,8 @@ def act(policy: Policy, environments: list[Environment], uniform: Tensor) -> dic
     transition["observation"] = observations
     transition["value"] = outputs[:, -1]
     transition["action"] = actions
-    transition["log_prob"] = log_probs.gather(1, actions[:, None])[:, 0]
+    log_prob = log_probs.gather(1, actions[:, None])
+    transition["log_prob"] = log_prob[:, 0]
     return transition
 
 
@@ -182,7 +177,8 @@ def draw_actions(log_probs: Tensor, uniform: Tensor) -> Tensor:
     # Action i has the part of [0, 1) between bounds i - 1 and i. The last bound is left out: it is
     # 1, or less by rounding.
     bounds = log_probs.exp().cumsum(dim=1)[:, :-1]
-    return (uniform[:, None] >= bounds).sum(dim=1)
+    is_above = uniform[:, None] >= bounds
+    return is_above.sum(dim=1)
 
 
 def estimate_advantages(experience: dict[str, Tensor], config: DatasetConfig) -> Tensor:
@@ -205,7 +201,9 @@ def estimate_advantages(experience: dict[str, Tensor], config: DatasetConfig) ->
 
 
 def minibatches(
-    experience: dict[str, Tensor], step: int, config: Config
+    experience: dict[str, Tensor],
+    step: int,
+    config: Config,
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield pairs (inputs, targets) for all updates of a step: observations, and all else.
 

@@ -38,7 +38,13 @@ class Layer(nn.Module):
             for_critic = features
         else:
             for_actor, for_critic = features.unbind(dim=-2)
-        hidden = torch.stack([self.actor(for_actor), self.critic(for_critic)], dim=-2)
+        hidden = torch.stack(
+            [
+                self.actor(for_actor),
+                self.critic(for_critic),
+            ],
+            dim=-2,
+        )
         # tanh has no kink, so rounding differences between numbers of ranks do not grow from step
         # to step.
         return hidden.tanh()

@@ -31,17 +31,18 @@ class Task:
         return lambda observations: predict(observations.to(self.device)).float().cpu()
 
     def learn(
-        self, predict: Callable[[Any], Any], numbers: Tensor, step: int, process: Process
+        self,
+        predict: Callable[[Any], Any],
+        numbers: Tensor,
+        step: int,
+        process: Process,
     ) -> Iterator[Any]:
         """Let the policy act in environments, and yield batches to train it with; a collective.
 
-        Args:
-            predict: Maps observations to logits and values, on the model's device.
-            numbers: The numbers of this rank's environments.
-            step: How many steps of training came before.
-            process: This rank, which normalizes advantages together with the others.
+        ``numbers`` are those of this rank's environments, and ``step`` steps came before.
         """
         experience = collect(self.policy(predict), numbers.tolist(), step, self.config)
+        # All ranks normalize together, so that the scale does not depend on their number.
         experience["advantage"] = normalize(experience["advantage"], process)
         on_device = {name: values.to(self.device) for name, values in experience.items()}
         yield from minibatches(on_device, step, self.config)
@@ -51,17 +52,10 @@ class Task:
         return play(self.policy(predict), numbers.tolist(), self.config)
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return sums over the steps of a micro-batch, by name.
+        """Return sums over the steps of a micro-batch, by name; ``loss`` is minimized.
 
-        ``loss`` is minimized; all of them are logged, divided by ``weight``. ``kl`` estimates how
-        far the policy is from the one that acted (Schulman 2020, k3), and ``clip_fraction`` counts
-        clipped ratios. The others are those of Schulman et al. 2017 (arXiv:1707.06347, equations 7
-        and 9).
-
-        Args:
-            outputs: Logits and values, of shape (environments, time, actions + 1).
-            targets: ``action``, ``log_prob``, ``advantage`` and ``return``, of shape
-                (environments, time).
+        ``outputs`` are logits and values of shape (environments, time, actions + 1); ``targets``
+        have ``action``, ``log_prob``, ``advantage`` and ``return``, of shape (environments, time).
         """
         settings = self.config.dataset
         # Losses are computed in fp32, even if the model computes in bf16 or fp16.
@@ -72,9 +66,12 @@ class Task:
         log_ratio = log_prob - targets["log_prob"]
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - settings.clip, 1 + settings.clip)
+        # Equations 7 and 9 of Schulman et al. 2017 (arXiv:1707.06347) define these losses.
         # The minimum stops the gradient of an action whose probability has already changed by the
         # ratio `clip` in the direction of its advantage.
-        policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).sum()
+        surrogate = ratio * advantage
+        clipped_surrogate = clipped_ratio * advantage
+        policy_loss = -torch.minimum(surrogate, clipped_surrogate).sum()
         value_loss = (outputs[..., -1] - targets["return"]).square().sum()
         entropy = -(log_probs.exp() * log_probs).sum()
         weighted_entropy = settings.entropy_weight * entropy
@@ -83,6 +80,7 @@ class Task:
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
+            # This estimates how far the policy is from the one that acted (Schulman 2020, k3).
             # expm1 is accurate where the policy has hardly changed: log_ratio is near 0 there.
             "kl": (log_ratio.expm1() - log_ratio).sum(),
             "clip_fraction": (clipped_ratio != ratio).sum().float(),
@@ -93,10 +91,8 @@ class Task:
         return targets["action"].numel()
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the metrics of all episodes.
-
-        The return of an episode is the sum of its rewards, without discount.
-        """
+        """Return the metrics of all episodes."""
+        # The return of an episode is the sum of its rewards, without discount.
         returns = metrics["return"].astype(np.float64)
         lengths = metrics["length"].astype(np.float64)
         return {
@@ -112,13 +108,14 @@ class Task:
 
 
 def normalize(values: Tensor, process: Process) -> Tensor:
-    """Shift and scale values to a mean of 0 and a standard deviation of 1 over all ranks.
-
-    This is a collective.
-    """
+    """Shift and scale values to mean 0 and standard deviation 1 over all ranks; a collective."""
     # float64 limits rounding errors: the variance below is the difference of two large numbers.
     values = values.double()
-    local_sums = (values.numel(), values.sum().item(), values.square().sum().item())
+    local_sums = (
+        values.numel(),
+        values.sum().item(),
+        values.square().sum().item(),
+    )
     count = 0
     total = 0.0
     total_of_squares = 0.0

@@ -18,11 +18,7 @@ collate_fn = default_collate
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """The images of ``train`` or ``test``, with their labels.
-
-    An image is float32 of shape (1, 8, 8), with values from 0 to 1; a label is int64, without
-    dimensions.
-    """
+    """The images of a split, float32 of shape (1, 8, 8) from 0 to 1, and their labels, int64."""
 
     def __init__(self, split: str, max_shift: int = 0) -> None:
         with np.load(Path(__file__).with_name("digits.npz")) as arrays:
@@ -41,8 +37,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return an image, shifted at random by up to ``max_shift`` pixels, and its label."""
-        # The loader seeds `random` with (run.seed, epoch, index) before each sample, so the shift
-        # does not depend on which rank or loader process reads the image.
+        # The loader has seeded `random` with (run.seed, epoch, index), whichever rank reads this.
         row = random.randrange(2 * self.max_shift + 1)
         column = random.randrange(2 * self.max_shift + 1)
         image = self.images[index, None, row : row + 8, column : column + 8]

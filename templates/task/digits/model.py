@@ -1,8 +1,4 @@
-"""The model: a small ResNet for 8x8 images, as a sequence of named blocks.
-
-A block takes and returns one tensor, so a strategy can split the sequence between any two blocks,
-and shard or recompute each of them.
-"""
+"""The model: a small ResNet for 8x8 images, as blocks that each take and return one tensor."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,8 +17,7 @@ class Stem(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False)
-        # GroupNorm treats each sample by itself. BatchNorm's statistics would depend on which
-        # samples a rank has, and so on the number of ranks.
+        # BatchNorm's statistics would depend on which samples a rank has. GroupNorm has none.
         self.norm = nn.GroupNorm(ModelConfig.groups, width)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -30,10 +25,7 @@ class Stem(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions and a shortcut: maps (batch, inputs, h, w) to (batch, outputs, h, w).
-
-    If ``inputs`` and ``outputs`` differ, the output has half the height and width.
-    """
+    """Maps (batch, inputs, h, w) to (batch, outputs, h, w), or half of h and w if these differ."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -69,10 +61,7 @@ class Head(nn.Module):
 def build_model(
     config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block
 ) -> nn.Sequential:
-    """Build the model on the CPU, with weights drawn from PyTorch's global generator.
-
-    Each block passes through ``wrap`` at once, where a strategy compiles, shards or drops it.
-    """
+    """Build the model on the CPU. Strategies compile, shard or drop each new block in ``wrap``."""
     narrow = config.width
     wide = 2 * config.width
     # Names of blocks begin the names of parameters in checkpoints.

@@ -12,14 +12,12 @@ from .model import Head
 
 
 def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
-    """Return how ``parallelize_module`` shards the layers of a block, by name.
-
-    Every rank holds all other layers whole. Styles exist for ``nn.Linear`` and ``nn.Embedding``;
-    DTensor cannot shard the channels of a convolution.
-    """
+    """Return how ``parallelize_module`` shards layers of a block, by name; others stay whole."""
+    # Styles exist for nn.Linear and nn.Embedding. DTensor cannot shard channels of a convolution.
     if isinstance(block, Head):
         # A rank maps some of the features to all classes; the sum over the ranks is the logits.
-        return {"linear": RowwiseParallel(input_layouts=Replicate())}
+        rows = RowwiseParallel(input_layouts=Replicate())
+        return {"linear": rows}
     return {}
 
 

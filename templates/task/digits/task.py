@@ -26,18 +26,12 @@ class Task:
         return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return sums over a micro-batch, by name; ``loss`` is minimized, and all are logged.
-
-        ``outputs`` are logits of shape (batch, classes), and ``targets`` labels of shape (batch,).
-        """
+        """Return sums by name, of logits (batch, classes) and labels (batch,); one is ``loss``."""
         # Losses are computed in fp32, even if the model computes in bf16 or fp16.
         return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
 
     def weight(self, targets: Any) -> int | Tensor:
-        """Return what the losses of a local batch are divided by: its number of samples.
-
-        If that can differ between local batches, as a number of tokens does, return a tensor.
-        """
+        """Return what a local batch's losses are divided by; as a tensor, it may differ by rank."""
         return len(targets)
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:

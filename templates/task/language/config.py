@@ -3,14 +3,11 @@ class DatasetConfig:
     """A text, read as bytes or tokens."""
 
     path: str | None = field(default=None, metadata={"file": True})
-    """File of text, or of tokens by scripts/prepare.py (.bin); null reads this machine's Python
-    standard library."""
+    """File of text, or of tokens by scripts/prepare.py (.bin); null: Python's standard library."""
     max_bytes: int | None = None
-    """Use only this many bytes or tokens; null uses all of a file, and 4,000,000 bytes of the
-    library."""
+    """Use only this many bytes or tokens; null: all of a file, 4,000,000 bytes of the library."""
     test_bytes: int = 200_000
-    """Number of bytes or tokens at the end that form the test set; as many before them form the
-    validation set."""
+    """Number of bytes or tokens at the end for the test set; as many before them validate."""
 
 
 @dataclass

@@ -17,11 +17,7 @@ collate_fn = default_collate
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of one split: pairs of int64 tensors of shape (context,).
-
-    The targets are the tokens after each of the inputs. After the end of a document, the target is
-    -100, which ``F.cross_entropy`` ignores.
-    """
+    """Windows of a split, int64 of shape (context,), each with the tokens that follow."""
 
     def __init__(self, split: str, config: Config) -> None:
         self.arguments = (split, config)
@@ -29,7 +25,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self.end = describe(config.dataset.path)["end"]
         tokens = read_tokens(config.dataset)
         test_size = config.dataset.test_bytes
-        # The last tokens are for the test, and as many before them for validation.
         splits = {
             "train": tokens[: -2 * test_size],
             "validation": tokens[-2 * test_size : -test_size],
@@ -55,8 +50,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         tokens = self.tokens[start : start + self.context + 1]
         # An embedding takes int64, while a file may hold uint16.
         window = torch.from_numpy(tokens.astype(np.int64))
-        # Nothing in a document tells how the next one begins, so its first token is no target.
-        targets = window[1:].masked_fill(window[:-1] == self.end, -100)
+        # A document does not tell how the next one begins: F.cross_entropy ignores the target -100.
+        is_end = window[:-1] == self.end
+        targets = window[1:].masked_fill(is_end, -100)
         return window[:-1], targets
 
 
@@ -64,14 +60,12 @@ def build_datasets(config: Config) -> tuple[Windows, Windows, Windows]:
     """Return the sets for training, validation and test, the same on all ranks."""
     # The model is built later, from the same settings.
     config.model.vocabulary = describe(config.dataset.path)["vocabulary"]
-    return Windows("train", config), Windows("validation", config), Windows("test", config)
+    train_set = Windows("train", config)
+    return train_set, Windows("validation", config), Windows("test", config)
 
 
 def describe(path: str | None) -> dict[str, Any]:
-    """Return a description of the tokens of a file, which scripts/prepare.py wrote beside it.
-
-    Any other file is a text, whose tokens are bytes.
-    """
+    """Return what scripts/prepare.py wrote about tokens; any other file is a text of bytes."""
     if path is None or not path.endswith(".bin"):
         return {
             "dtype": "uint8",
@@ -94,11 +88,11 @@ def read_tokens(config: DatasetConfig) -> np.ndarray:
     """Return the tokens of the file, or of Python's standard library."""
     if config.path is not None:
         # All processes of a machine share the memory of a memory-mapped file.
-        tokens = np.memmap(config.path, describe(config.path)["dtype"], mode="r")
+        dtype = describe(config.path)["dtype"]
+        tokens = np.memmap(config.path, dtype, mode="r")
         return tokens[: config.max_bytes]
     library = Path(sysconfig.get_path("stdlib"))
-    # Files are sorted by their reversed names, so that similar ones (test_a.py, test_b.py) are
-    # spread over all splits.
+    # Files are sorted by their reversed names, so that similar ones are spread over all splits.
     files = sorted(library.glob("*.py"), key=lambda path: path.name[::-1])
     text = b"".join(path.read_bytes() for path in files)
     max_bytes = config.max_bytes or 4_000_000

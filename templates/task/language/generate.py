@@ -11,19 +11,23 @@ from .experiment import load_experiment
 
 
 def generate(options: Any, config: Config, given: set[str], process: Process) -> None:
-    """Print a prompt and its continuation by ``options.length`` tokens, on rank 0.
-
-    The text is the same on any number of ranks.
-    """
+    """Print a prompt and its continuation by ``options.length`` tokens, on rank 0."""
     _, parallel, _, _ = load_experiment(options.checkpoint, config, given, process)
     parallel.module.eval()
-    tokenizer = load_tokenizer(config)
-    tokens = encode(options.prompt, tokenizer)
+    tokens = list(options.prompt.encode())
+    tokenizer: Any = None
+    tokenizer_path = describe(config.dataset.path)["tokenizer"]
+    if tokenizer_path is not None:
+        from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
+
+        tokenizer = Tokenizer.from_file(tokenizer_path)
+        tokens = tokenizer.encode(options.prompt, add_special_tokens=False).ids
+    # A model continues at least one token: without a prompt, the newline of texts in bytes.
+    tokens = tokens or [10]
     generator = torch.Generator().manual_seed(config.run.seed)
     for _ in range(options.length):
         window = tokens[-config.model.context :]
-        # Some strategies need inputs of one shape. The model is causal, so the zeros after the text
-        # do not change what it predicts for the text.
+        # Some strategies need inputs of one shape. A causal model ignores the zeros after the text.
         padding = [0] * (config.model.context - len(window))
         inputs = torch.tensor([window + padding], device=parallel.device)  # Shape (1, context).
         with torch.no_grad():
@@ -32,7 +36,9 @@ def generate(options: Any, config: Config, given: set[str], process: Process) ->
         # Only some ranks may have outputs, which are of shape (1, context, vocabulary).
         if outputs is not None:
             logits = outputs[0, len(window) - 1].cpu().double()
-            token = choose_token(logits, options.temperature, generator)
+            # A temperature of 1e-9 instead of 0 leaves a probability of 1 for the largest logit.
+            probabilities = (logits / max(options.temperature, 1e-9)).softmax(dim=0)
+            token = int(torch.multinomial(probabilities, 1, generator=generator))
         # Outputs of several ranks may differ by rounding, so every rank adds the same one's token.
         choices = [choice for choice in process.all_gather(token) if choice is not None]
         tokens.append(choices[0])
@@ -42,28 +48,3 @@ def generate(options: Any, config: Config, given: set[str], process: Process) ->
             print(bytes(tokens).decode(errors="replace"))
         else:
             print(tokenizer.decode(tokens))
-
-
-def load_tokenizer(config: Config) -> Any:
-    """Return the tokenizer that the data set was prepared with, or None if its tokens are bytes."""
-    path = describe(config.dataset.path)["tokenizer"]
-    if path is None:
-        return None
-    from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
-
-    return Tokenizer.from_file(path)
-
-
-def encode(prompt: str, tokenizer: Any) -> list[int]:
-    """Return the tokens of a prompt; of an empty one, the newline of texts in bytes."""
-    tokens = list(prompt.encode())
-    if tokenizer is not None:
-        tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
-    return tokens or [10]
-
-
-def choose_token(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token from (vocabulary,) logits; a temperature of 0 picks the likeliest one."""
-    # A temperature of 1e-9 instead of 0 leaves a probability of 1 for the largest logit.
-    probabilities = (logits / max(temperature, 1e-9)).softmax(dim=0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))

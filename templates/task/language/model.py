@@ -1,8 +1,4 @@
-"""The model: a GPT over bytes or tokens (Radford et al. 2019), as a sequence of named blocks.
-
-A block takes and returns one tensor, so a strategy can split the sequence between any two blocks,
-and shard or recompute each of them.
-"""
+"""The model: a GPT (Radford et al. 2019), as blocks that each take and return one tensor."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,17 +11,13 @@ from .config import ModelConfig
 
 
 class Embedding(nn.Module):
-    """Maps (batch, time) tokens, int64, to (batch, time, width) features.
-
-    A feature is the sum of the embeddings of the token and of its position.
-    """
+    """Maps (batch, time) tokens, int64, to (batch, time, width) features."""
 
     def __init__(self, vocabulary: int, width: int, context: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        # The first LayerNorm divides by the scale of these features, rounding errors included. So
-        # the scale is large compared with the optimizer's first steps.
+        # The first LayerNorm divides by this scale: it is large beside the optimizer's first steps.
         nn.init.normal_(self.byte.weight, std=0.1)
         nn.init.normal_(self.position.weight, std=0.1)
 
@@ -34,22 +26,16 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each with a shortcut.
-
-    Maps (batch, time, width) features to features of the same shape.
-
-    The rows of ``qkv`` are ordered by head, then by query, key and value. So a contiguous shard of
-    them is whole heads, and a rank that has only some rows computes those heads.
-    """
+    """Maps (batch, time, width) features by causal attention, then a perceptron, to others."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
+        # Rows are ordered by head, so that a contiguous shard of them is whole heads.
         self.qkv = linear(width, 3 * width)
-        # A block starts as its shortcut, so that rounding differences between numbers of ranks do
-        # not grow from step to step. Two more choices serve this: GELU has no kink, and keys have
-        # no bias, whose gradient would be rounding errors, which AdamW scales up to full steps.
+        # A block starts as its shortcut, GELU has no kink, and keys have no bias, whose gradient is
+        # rounding alone: so differences by rounding do not grow from step to step.
         self.out = linear(width, width, std=0.0)
         self.norm2 = nn.LayerNorm(width)
         self.up = linear(width, 4 * width)
@@ -62,14 +48,7 @@ class Block(nn.Module):
         return features + self.down(hidden)
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Let each position attend to itself and those before it, in each head.
-
-        Args:
-            qkv: Queries, keys and values, of shape (batch, time, heads * 3 * head_width).
-
-        Returns:
-            A tensor of shape (batch, time, heads * head_width).
-        """
+        """Attend in each head: (batch, time, heads * 3 * head_width) to (batch, time, width)."""
         # The number of heads (-1) is not `heads` where a rank has only a shard of them.
         by_head = qkv.unflatten(2, (-1, 3, self.head_width))
         # Attention takes tensors of shape (batch, heads, time, head_width).
@@ -92,10 +71,15 @@ class Head(nn.Module):
 
 def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
     """Build a linear layer without bias, with weights drawn from a normal distribution."""
-    # nn.Linear draws weights of its own, in vain; skip_init leaves that out, but has to be told the
-    # device of a `with torch.device("meta")` block.
+    # nn.Linear would draw weights in vain. skip_init has to be told of `with torch.device(...)`.
     device = torch.get_default_device()
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device)
+    layer = nn.utils.skip_init(
+        nn.Linear,
+        inputs,
+        outputs,
+        bias=False,
+        device=device,
+    )
     nn.init.normal_(layer.weight, std=std)
     return layer
 
@@ -103,11 +87,7 @@ def linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
 def build_model(
     config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block
 ) -> nn.Sequential:
-    """Build the model on the CPU, with weights drawn from PyTorch's global generator.
-
-    Pass each block through ``wrap`` as soon as it is built: a strategy compiles, shards or drops it
-    there, so that a rank need not hold the whole model.
-    """
+    """Build the model on the CPU. Strategies compile, shard or drop each new block in ``wrap``."""
     # Names of blocks begin the names of parameters in checkpoints.
     blocks = OrderedDict[str, nn.Module]()
     blocks["embedding"] = wrap(Embedding(config.vocabulary, config.width, config.context))

@@ -18,15 +18,13 @@ from .files import write_atomically
 
 
 class Tracker:
-    """Sends the records of rank 0 to MLflow; a resumed run continues its MLflow run.
-
-    MLflow chooses the ids of its runs. So the first start writes a random id into
-    ``run.dir/mlflow_id`` and tags the MLflow run with it, and the next start finds it by this tag.
-    """
+    """Sends the records of rank 0 to MLflow; a resumed run continues its MLflow run."""
 
     def __init__(self, run_dir: Path, settings: dict[str, Any], step: int) -> None:
         """Continue the MLflow run after ``step``; a run that starts at step 0 gets a new one."""
         self.has_failed = False
+        # MLflow chooses the ids of its runs. So the first start writes a random id of its own, by
+        # which the MLflow run is tagged, and the next start finds the run by this tag.
         id_file = run_dir / "mlflow_id"
         if step == 0 or not id_file.exists():
             write_atomically(id_file, os.urandom(8).hex())
@@ -62,10 +60,8 @@ class Tracker:
         self.try_to_send(mlflow.end_run)
 
     def try_to_send(self, send: Callable[..., object], *arguments: Any) -> None:
-        """Call ``send``. After its first error, print a warning and call it no more in this start.
-
-        The run continues without its tracker, and does not wait for a server that is down.
-        """
+        """Call ``send``; after its first error, print a warning and call it no more."""
+        # The run continues without its tracker, and does not wait for a server that is down.
         if self.has_failed:
             return
         try:

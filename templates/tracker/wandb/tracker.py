@@ -18,24 +18,24 @@ from .files import write_atomically
 
 
 class Tracker:
-    """Sends the records of rank 0 to W&B; a resumed run continues its W&B run.
-
-    The id of the W&B run is in ``run.dir/wandb_id``, where the next start finds it.
-    """
+    """Sends the records of rank 0 to W&B; a resumed run continues its W&B run."""
 
     def __init__(self, run_dir: Path, settings: dict[str, Any], step: int) -> None:
         """Continue the W&B run after ``step``; a run that starts at step 0 gets a new one."""
         self.has_failed = False
+        # The next start finds the id of the W&B run here.
         id_file = run_dir / "wandb_id"
         if step == 0 or not id_file.exists():
             write_atomically(id_file, os.urandom(8).hex())
         mode = os.environ.get("WANDB_MODE")
         if not mode:
             has_key = wandb.login(prompt=False, verify=False)
+            # Without a key, records stay on the disk until `wandb sync` sends them.
             mode = "online" if has_key else "offline"
         earlier_folders = list(run_dir.glob("wandb/offline-run-*"))
         self.run = start_run(run_dir, id_file.read_text(), mode)
         self.run.config.update(settings, allow_val_change=True)
+        # The x axis of each split is its step, instead of the number of calls.
         for split in ("train", "validation"):
             self.run.define_metric(f"{split}/*", step_metric=f"{split}/step")
         # After a kill or a failure, W&B may lack the last records of metrics.jsonl. So all of them
@@ -66,10 +66,8 @@ class Tracker:
         self.try_to_send(self.run.finish)
 
     def try_to_send(self, send: Callable[..., object], *arguments: Any) -> None:
-        """Call ``send``. After its first error, print a warning and call it no more in this start.
-
-        The run continues without its tracker, and does not wait for a server that is down.
-        """
+        """Call ``send``; after its first error, print a warning and call it no more."""
+        # The run continues without its tracker, and does not wait for a server that is down.
         if self.has_failed:
             return
         try:

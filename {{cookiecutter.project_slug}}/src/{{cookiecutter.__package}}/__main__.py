@@ -17,7 +17,6 @@ from .config import CheckpointConfig, Config, UserError
 
 # The file is missing in an installed package, whose defaults are those of config.py.
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "default.yaml"
-# Subcommands that read the checkpoint that --checkpoint names.
 READ_A_CHECKPOINT = {
     "evaluate",
     "export",
@@ -25,64 +24,57 @@ READ_A_CHECKPOINT = {
     "generate",
     #:: endif ::#
 }
-# Mistakes of the user, which are printed as one line. PyYAML's parser is recursive, so that YAML
-# that is nested too deeply is a RecursionError.
-USER_ERRORS = (
-    UserError,
-    argparse.ArgumentError,
-    yaml.YAMLError,
-    RecursionError,
-    OSError,
-    ValueError,
-)
+# Mistakes of the user, printed as one line. YAML nested too deeply is a RecursionError.
+MISTAKES = (UserError, argparse.ArgumentError, yaml.YAMLError, RecursionError, OSError, ValueError)
 
 
 def build_parser(config_files: list[str]) -> ArgumentParser:
     """Build the parser of all subcommands; the values in ``config_files`` become its defaults."""
     # A mistake raises an ArgumentError, which main() prints as one line.
     parser = ArgumentParser(prog=__package__, exit_on_error=False, allow_abbrev=False)
-    commands = parser.add_subcommands(required=True, dest="command")
+    add_subcommand = parser.add_subcommands(required=True, dest="command").add_subcommand
 
     train = build_settings_parser(config_files)
-    commands.add_subcommand("train", train, help="train, or resume run.dir")
+    add_subcommand("train", train, help="train, or resume run.dir")
 
     evaluate = build_settings_parser(config_files, skip={"checkpoint"})
     add_checkpoint(evaluate)
-    commands.add_subcommand(
-        "evaluate", evaluate, help="print the metrics of a checkpoint on the test set"
-    )
+    add_subcommand("evaluate", evaluate, help="print the metrics of a checkpoint on the test set")
 
     export = ArgumentParser(exit_on_error=False)
     add_checkpoint(export)
     export.add_argument("--output", required=True, help="The file to write.")
-    commands.add_subcommand(
-        "export", export, help="write the weights of a checkpoint as a .safetensors file"
-    )
+    add_subcommand("export", export, help="write a checkpoint's weights as a .safetensors file")
 
     plot = ArgumentParser(exit_on_error=False)
     plot.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
     plot.add_argument("--output", required=True, help="The file to write.")
-    commands.add_subcommand("plot", plot, help="draw the metrics of runs into a picture")
+    add_subcommand("plot", plot, help="draw the metrics of runs into a picture")
     #:: if file("task", "generate.py") ::#
 
-    generate = build_generate_parser(config_files)
-    commands.add_subcommand(
-        "generate", generate, help="continue a prompt with the model of a checkpoint"
+    generate = build_settings_parser(config_files, skip={"checkpoint"})
+    add_checkpoint(generate)
+    generate.add_argument("--prompt", type=str, default="", help="The text to continue.")
+    generate.add_argument("--length", type=PositiveInt, default=200, help="Bytes or tokens to add.")
+    temperature_help = "0 picks the likeliest token."
+    generate.add_argument(
+        "--temperature", type=NonNegativeFloat, default=0.8, help=temperature_help
     )
+    add_subcommand("generate", generate, help="continue a prompt with the model of a checkpoint")
     #:: endif ::#
     #:: if fact("shards") ::#
 
-    estimate = build_estimate_parser(config_files)
-    commands.add_subcommand(
-        "estimate", estimate, help="print the memory of a step on each rank, and whether it fits"
+    estimate = build_settings_parser(config_files)
+    estimate.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
+    estimate.add_argument(
+        "--memory", type=NonNegativeFloat | None, default=None, help="Memory of a device in GiB."
     )
+    add_subcommand("estimate", estimate, help="print the memory of a rank, and whether it fits")
     #:: endif ::#
     #:: if fact("doctor") ::#
 
     doctor = build_settings_parser(config_files)
-    commands.add_subcommand(
-        "doctor", doctor, help="check what breaks a first run on several machines"
-    )
+    add_subcommand("doctor", doctor, help="check what breaks a first run on several machines")
     #:: endif ::#
     return parser
 
@@ -105,36 +97,9 @@ def add_checkpoint(command: ArgumentParser) -> None:
     command.add_argument("--checkpoint", type=either, required=True, help="A checkpoint.")
 
 
-#:: if file("task", "generate.py") ::#
-def build_generate_parser(config_files: list[str]) -> ArgumentParser:
-    """Build the parser of ``generate``."""
-    parser = build_settings_parser(config_files, skip={"checkpoint"})
-    add_checkpoint(parser)
-    parser.add_argument("--prompt", type=str, default="", help="The text to continue.")
-    parser.add_argument("--length", type=PositiveInt, default=200, help="Bytes or tokens to add.")
-    parser.add_argument(
-        "--temperature", type=NonNegativeFloat, default=0.8, help="0 picks the likeliest token."
-    )
-    return parser
-
-
-#:: endif ::#
-#:: if fact("shards") ::#
-def build_estimate_parser(config_files: list[str]) -> ArgumentParser:
-    """Build the parser of ``estimate``."""
-    parser = build_settings_parser(config_files)
-    parser.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
-    parser.add_argument(
-        "--memory", type=NonNegativeFloat | None, default=None, help="Memory of a device in GiB."
-    )
-    return parser
-
-
-#:: endif ::#
 def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
     """Return the subcommand, the settings, and the other options."""
-    # A file of settings changes the defaults of the parser, so it has to be found first. Values on
-    # the command line then take precedence over the file, wherever --config stands.
+    # A file changes the defaults of the parser, so it is found first. Options outweigh it then.
     early_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early_parser.add_argument("--config", action="append", default=[])
     early_options, other_words = early_parser.parse_known_args(words)
@@ -145,7 +110,6 @@ def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
         paths = [str(DEFAULT_CONFIG)]
     # jsonargparse expects patterns, and rejects a file that holds nothing.
     config_files = [glob.escape(path) for path in paths if holds_settings(path)]
-
     parser = build_parser(config_files)
     parsed = parser.instantiate(parser.parse_args(other_words))
     options = parsed[parsed.command]
@@ -159,11 +123,7 @@ def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
 
 
 def holds_settings(path: str) -> bool:
-    """Return whether a file holds settings; rejects a key given twice, and what is no section.
-
-    PyYAML keeps the last of two equal keys, and jsonargparse takes an empty section for None, both
-    without a message.
-    """
+    """Return whether a file holds settings; rejects a key given twice, and what is no section."""
     try:
         with open(path, encoding="utf-8") as file:
             document = yaml.compose(file, yaml.SafeLoader)
@@ -172,6 +132,7 @@ def holds_settings(path: str) -> bool:
     # Comments alone, an empty document and null all mean that every setting keeps its default.
     if document is None or document.tag == "tag:yaml.org,2002:null":
         return False
+    # PyYAML would keep the last of two equal keys, and jsonargparse take an empty section for None.
     check_mapping(document, path)
     for key, section in document.value:
         check_mapping(section, f"{key.value} in {path}")
@@ -219,13 +180,6 @@ def check_writable(run_dir: str) -> None:
         )
 
 
-def read_world_size() -> int:
-    """Return the number of ranks that the launcher starts, or 1 without a launcher."""
-    text = os.environ.get("WORLD_SIZE", "")
-    # The rendezvous rejects a text that is no number, and names the variable.
-    return int(text) if text.isdigit() else 1
-
-
 def check(subcommand: str, config: Config, options: Namespace) -> None:
     """Find the checkpoint, and reject what cannot work, before PyTorch is imported."""
     if subcommand in READ_A_CHECKPOINT:
@@ -238,7 +192,10 @@ def check(subcommand: str, config: Config, options: Namespace) -> None:
         return
     #:: endif ::#
     if subcommand not in ("export", "plot"):
-        config.check(read_world_size(), trains=subcommand == "train")
+        # The rendezvous rejects a number of ranks that is none, and names the variable.
+        world_size = os.environ.get("WORLD_SIZE", "")
+        num_ranks = int(world_size) if world_size.isdigit() else 1
+        config.check(num_ranks, trains=subcommand == "train")
 
 
 def run(subcommand: str, config: Config, options: Namespace, given: set[str]) -> None:
@@ -314,7 +271,7 @@ def main(argv: Sequence[str]) -> None:
 
             sys.exit(meet())
         #:: endif ::#
-    except USER_ERRORS as error:
+    except MISTAKES as error:
         # jsonargparse and PyYAML break their messages into lines.
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

@@ -1,13 +1,11 @@
-"""Checkpoints: one file, written by rank 0, complete or absent, that any PyTorch program can load.
+"""Checkpoints: one file of the whole model, complete or absent, that any PyTorch program can load.
 
     {"model": state_dict, "optimizer": {"state": {"stem.conv.weight": {"exp_avg": ...}, ...}},
      "progress": {"step": 440, "epoch": 20, "samples": 0}, "config": {...}, "scaler": {...}}
 
-It holds the whole model, for any strategy and number of ranks. Random states are not saved, because
-every step seeds its own random numbers.
+Random states are not saved, because every step seeds its own random numbers.
 """
 
-import functools
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,46 +21,35 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only  # Private; the package optree has the same.
 
+from . import files
 from .config import Config, UserError
 from .distributed import Process
-from .files import (
-    digest_files,
-    list_checkpoints,
-    lock_run_dir,
-    read,
-    read_weights,
-    remove,
-    set_aside,
-    write_atomically,
-)
 
 
 def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -> dict[str, Any]:
     """Return on rank 0 what ``read_content`` returns, and on the other ranks only its header."""
-    # Rank 0 reads in on_main, which raises an error on every rank, and keeps what it has read.
-    read_once = functools.cache(read_content)
-    header = process.on_main(lambda: get_header(read_once()))
-    if process.rank != 0:
+    content: dict[str, Any] = {}
+
+    def read_header() -> dict[str, Any]:
+        content.update(read_content())
+        optimizer_state = content.get("optimizer", {}).get("state", {})
+        header = {"parameters_with_state": set(optimizer_state)}
+        for name, part in content.items():
+            # A sharded checkpoint was read without its optimizer, but has "parameters_with_state".
+            if name not in ("model", "optimizer"):
+                header[name] = part
         return header
-    return read_once() | header
 
-
-def get_header(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what is small in a checkpoint, and the names of parameters with an optimizer state."""
-    optimizer_state = content.get("optimizer", {}).get("state", {})
-    header = {"parameters_with_state": set(optimizer_state)}
-    for name, part in content.items():
-        # A sharded checkpoint was read without its optimizer, but has "parameters_with_state".
-        if name not in ("model", "optimizer"):
-            header[name] = part
-    return header
+    # Only rank 0 calls read_header(): on the other ranks, the content stays empty.
+    header = process.on_main(read_header)
+    return content | header
 
 
 class Checkpointer:
     """Saves and restores one run. All ranks call ``restore``, ``save`` and ``wait`` together."""
 
     # Strategies that shard have a function of their own, which leaves the shards to load().
-    read = staticmethod(read)
+    read = staticmethod(files.read)
 
     def __init__(self, config: Config, process: Process) -> None:
         """Read what the run starts from, so that an error comes before the model is built."""
@@ -70,8 +57,7 @@ class Checkpointer:
         self.process = process
         self.folder = Path(config.run.dir) / "checkpoints"
         self.initial_content = read_on_main(self.read_initial_content, process)
-        # A thread writes while training continues. The loop runs inside `with writer`, which waits
-        # for the thread at its end, even if the run fails: a save that has begun is completed.
+        # A thread writes while training continues; `with writer` waits for it even after a failure.
         self.writer = ThreadPoolExecutor(max_workers=1)
         # The save that goes on, or that has ended without its error having been looked at.
         self.pending: Future[None] | None = None
@@ -80,18 +66,23 @@ class Checkpointer:
         """Return a checkpoint to resume from, or initial weights, or an empty dictionary."""
         # A link to a disk that is not mounted is an error here, and not an empty folder.
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock_run_dir(self.folder.parent)
-        # A killed save leaves a temporary file or folder.
+        files.lock_run_dir(self.folder.parent)
         for leftover in self.folder.glob("*.tmp"):
-            remove(leftover)
-        checkpoints = list_checkpoints(self.folder)
+            files.remove(leftover)
+        checkpoints = files.list_checkpoints(self.folder)
         resume = self.config.checkpoint.resume
         if checkpoints and resume == "never":
             conflict = f"checkpoint.resume is never, but there is {checkpoints[-1]}"
             raise UserError(f"{conflict}; give another run.dir")
-        newest_content = self.read_newest(checkpoints)
-        if newest_content is not None:
-            return newest_content
+        for path in reversed(checkpoints):
+            try:
+                return self.read(path)
+            except UserError as error:
+                files.set_aside(path, str(error))
+        # A run whose checkpoints are all damaged must not start anew unnoticed.
+        damaged = list(self.folder.glob("step-*.damaged"))
+        if damaged:
+            raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir")
         if resume not in ("auto", "never"):
             content = self.read(Path(resume))
             if "progress" in content:
@@ -99,21 +90,8 @@ class Checkpointer:
             problem = f"checkpoint.resume is {resume}, which holds no run"
             raise UserError(f"{problem}; give weights as model.weights")
         if self.config.model.weights is not None:
-            return {"model": read_weights(Path(self.config.model.weights))}
+            return {"model": files.read_weights(Path(self.config.model.weights))}
         return {}
-
-    def read_newest(self, checkpoints: list[Path]) -> dict[str, Any] | None:
-        """Return the content of the newest checkpoint that is not damaged, or None in a new run."""
-        for path in reversed(checkpoints):
-            try:
-                return self.read(path)
-            except UserError as error:
-                set_aside(path, str(error))
-        # A run whose checkpoints are all damaged must not start anew unnoticed, at any later start.
-        damaged = list(self.folder.glob("step-*.damaged"))
-        if damaged:
-            raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir")
-        return None
 
     def restore(self, parallel: Any, optimizer: Optimizer, set_sizes: Any) -> tuple[int, list[str]]:
         """Load the initial content; returns the number of steps taken, and the changed settings."""
@@ -126,7 +104,7 @@ class Checkpointer:
         if not any(self.process.all_gather(len(self.trained_parameters))):
             raise UserError("all parameters are frozen; leave some for the loss to change")
         # A file of the same name may have another content when the run resumes.
-        digests = self.process.on_main(lambda: digest_files(self.config.files()))
+        digests = self.process.on_main(lambda: files.digest_files(self.config.files()))
         self.settings = asdict(self.config)
         self.settings["content"] = {"number of samples": set_sizes, **digests}
         content = self.initial_content
@@ -146,9 +124,11 @@ class Checkpointer:
     def load(parallel: Any, content: dict[str, Any], optimizer: Optimizer | None = None) -> None:
         """Load what ``read_on_main`` returned into the model, and into the optimizer if given."""
         # The tensors leave the content, so that their memory is free after they were loaded.
-        state = {"model": content.pop("model", {}), "optimizer": content.pop("optimizer", {})}
-        # PyTorch sends a tensor's bytes as they lie in memory: the other ranks would get one in
-        # channels_last with its elements permuted.
+        state = {
+            "model": content.pop("model", {}),
+            "optimizer": content.pop("optimizer", {}),
+        }
+        # PyTorch sends bytes as they lie in memory: channels_last would arrive permuted.
         state = tree_map_only(Tensor, Tensor.contiguous, state)
         parallel.load_full_state_dict(state["model"], optimizer, state["optimizer"].get("state"))
 
@@ -156,8 +136,7 @@ class Checkpointer:
         """Undo what loading has changed in the optimizer's state beyond its values."""
         for name, parameter in self.parallel.module.named_parameters():
             if name not in self.initial_content["parameters_with_state"]:
-                # It never had a gradient. PyTorch created a state in order to load one, with an
-                # empty step that AdamW would count.
+                # Loading gave it a state, though it had no gradient, with a step that AdamW counts.
                 self.optimizer.state.pop(parameter, None)
                 continue
             state = self.optimizer.state.get(parameter, {})
@@ -222,11 +201,10 @@ class Checkpointer:
 
     def write(self, content: dict[str, Any], path: Path) -> None:
         """Write a checkpoint, and check of a run's first one that it can be read."""
-        write_atomically(path, lambda file: torch.save(content, file))
-        # torch.save accepts values that weights_only rejects, such as NumPy's numbers. The user has
-        # to learn this now, and not when the run is resumed.
-        if list_checkpoints(self.folder) == [path]:
-            read(path)
+        files.write_atomically(path, lambda file: torch.save(content, file))
+        # torch.save accepts what weights_only rejects, such as NumPy's numbers: this tells at once.
+        if files.list_checkpoints(self.folder) == [path]:
+            files.read(path)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; raises its error if it fails."""
@@ -242,16 +220,16 @@ class Checkpointer:
             getLogger(__name__).error(f"error: {error}; the run continues and saves again when due")
 
     def wait_for_writers(self) -> None:
-        """Wait until no rank writes a checkpoint; raises no error of a writer."""
+        """Wait until no rank writes a checkpoint, without a look at the writers' errors."""
+
+        def wait_for_thread() -> None:
+            if self.pending is not None:
+                self.pending.exception()
+
         # All ranks wait for rank 0 at the store, whose timeout is hours: a collective would time
         # out while rank 0 still writes. If checkpoints are sharded, other ranks write, too.
-        self.process.on_main(self.wait_for_local_writer)
-        self.wait_for_local_writer()
-
-    def wait_for_local_writer(self) -> None:
-        """Wait until this rank writes no checkpoint; raises no error of its writer."""
-        if self.pending is not None:
-            self.pending.exception()  # Waits for the thread.
+        self.process.on_main(wait_for_thread)
+        wait_for_thread()
 
     def pop_error(self) -> BaseException | None:
         """Return the error of a save that has ended, once; None if it succeeded or goes on."""
@@ -265,26 +243,27 @@ class Checkpointer:
         """Let rank 0 remove all checkpoints but the newest ``checkpoint.keep`` and the best."""
         if self.process.rank != 0:
             return
-        checkpoints = list_checkpoints(self.folder)
+        checkpoints = files.list_checkpoints(self.folder)
         kept = set(checkpoints[-self.config.checkpoint.keep :])
         paths = {path.stem: path for path in checkpoints}
         for step in best_first:
             # A checkpoint that could not be written is missing; then, the next best is kept.
             best = paths.get(f"step-{step:08d}")
             if best is not None:
-                write_atomically(self.folder / "best", best.name)
+                files.write_atomically(self.folder / "best", best.name)
                 kept.add(best)
                 break
         for path in checkpoints:
             if path not in kept:
-                remove(path)
+                files.remove(path)
 
 
 def export(path: Path, output: Path) -> None:
     """Write a checkpoint's weights to a .safetensors file, with the settings in its metadata."""
     weights = {}
-    for name, value in read_weights(path).items():
+    for name, value in files.read_weights(path).items():
         # The format accepts only contiguous tensors, and none that share memory as tied ones do.
         weights[name] = value.clone(memory_format=torch.contiguous_format)
-    metadata = {"config": json.dumps(read(path).get("config"))}
-    write_atomically(output, lambda file: file.write(safetensors.torch.save(weights, metadata)))
+    metadata = {"config": json.dumps(files.read(path).get("config"))}
+    content = safetensors.torch.save(weights, metadata)
+    files.write_atomically(output, lambda file: file.write(content))

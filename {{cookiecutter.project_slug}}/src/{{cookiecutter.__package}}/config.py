@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 from jsonargparse import set_parsing_settings
 
-# jsonargparse takes null for "not given" unless it has a sentinel for that. A null is rejected then
-# where the type of a setting has no None.
+# A null is rejected where a type has no None: without a sentinel, it would mean "not given".
 set_parsing_settings(docstring_parse_attribute_docstrings=True, unset_sentinel=True)
-
 # More loader processes would bring a machine down, and a longer time overflows a timedelta.
 LIMITS = {"data.num_workers": 1024, "distributed.timeout_seconds": 1e9}
 
@@ -107,8 +105,7 @@ class CheckpointConfig:
     """auto: resume if run.dir has a checkpoint. never: reject such a run.dir. PATH: start there."""
     #:: if fact("shards") ::#
     format: Literal["full", "sharded"] = "full"
-    """full: rank 0 assembles and writes one file. sharded: each rank writes its part to a folder
-    while training continues."""
+    """full: rank 0 writes one file. sharded: each rank writes its part while training continues."""
     #:: endif ::#
 
 
@@ -145,7 +142,6 @@ class Config:
         paths = {}
         for section, settings in vars(self).items():
             for setting in fields(settings):
-                # A setting without a file is null.
                 path = getattr(settings, setting.name)
                 if "file" in setting.metadata and path is not None:
                     paths[f"{section}.{setting.name}"] = path
@@ -157,27 +153,9 @@ class Config:
             defaults = type(settings)()
             for name, value in vars(settings).items():
                 check_value(f"{section}.{name}", value, getattr(defaults, name))
-        self.check_files(trains)
-        # check_value looks at numbers and texts, and this is a list.
-        if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
-            raise UserError(
-                f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1"
-            )
-        for settings in vars(self).values():
             # Not every section has settings that depend on each other.
             if hasattr(settings, "check"):
                 settings.check(self, world_size)
-        # Every local batch has an equal part of the samples, and so has each of its micro-batches.
-        batch_size = self.data.global_batch_size
-        divisor = self.parallel.dp_size(world_size) * self.train.microbatches
-        if trains and batch_size % divisor:
-            raise UserError(
-                f"data.global_batch_size is {batch_size}; "
-                f"{divisor} (local batches x micro-batches) must divide it"
-            )
-
-    def check_files(self, trains: bool) -> None:
-        """Reject files that do not exist."""
         paths = self.files()
         if not trains:
             # A checkpoint has the weights; the file that they started from may be gone.
@@ -187,6 +165,19 @@ class Config:
         for name, path in paths.items():
             if not Path(path).exists():
                 raise UserError(f"{name} is {path}: no such file")
+        # check_value looks at numbers and texts, and this is a list.
+        if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
+            raise UserError(
+                f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1"
+            )
+        # Every local batch has an equal part of the samples, and so has each of its micro-batches.
+        batch_size = self.data.global_batch_size
+        divisor = self.parallel.dp_size(world_size) * self.train.microbatches
+        if trains and batch_size % divisor:
+            raise UserError(
+                f"data.global_batch_size is {batch_size}; "
+                f"{divisor} (local batches x micro-batches) must divide it"
+            )
 
 
 def check_value(name: str, value: Any, default: Any) -> None:

@@ -41,10 +41,7 @@ class Process:
     num_calls: int = 0  # The number of calls of on_main, the same on all ranks.
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        """Read or write files on rank 0; every rank gets its result, or its error as a UserError.
-
-        Other ranks wait in the store: the timeout of a collective is too short for large files.
-        """
+        """Read or write files on rank 0; every rank gets the result, or the error as UserError."""
         self.num_calls += 1
         key = f"main{self.num_calls}"
         if self.rank == 0:
@@ -56,6 +53,7 @@ class Process:
                     traceback.print_exc()
                 result = UserError(str(error))
             self.store.set(key, pickle.dumps(result))
+        # Ranks wait in the store: the timeout of a collective is too short for large files.
         self.store.wait([key], FILE_TIMEOUT)
         result = pickle.loads(self.store.get(key))
         if isinstance(result, UserError):
@@ -106,7 +104,11 @@ def end_with_launcher() -> None:
 def setup(config: Config, process: Process) -> None:
     """Choose device, backend and algorithms, and join the process group."""
     process.device = choose_device(config)
-    backend = choose_backend(config, process.device)
+    backend: str = config.distributed.backend
+    if backend == "auto":
+        backend = dist.get_default_backend_for_device(process.device)
+    elif backend == "nccl" and process.device.type != "cuda":
+        raise UserError("distributed.backend is nccl, but there are no GPUs to use; set it to auto")
     choose_algorithms(config.train.exact)
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
     # NCCL ends a process that waits too long, before Python can print anything. So the gloo group
@@ -148,16 +150,6 @@ def choose_device(config: Config) -> torch.device:
     # Otherwise, every rank would open a context on the first device, which takes memory there.
     torch.accelerator.set_device_index(device)
     return device
-
-
-def choose_backend(config: Config, device: torch.device) -> str:
-    """Return the backend that was asked for, or PyTorch's default for the device."""
-    backend = config.distributed.backend
-    if backend == "auto":
-        return dist.get_default_backend_for_device(device)
-    if backend == "nccl" and device.type != "cuda":
-        raise UserError("distributed.backend is nccl, but there are no GPUs to use; set it to auto")
-    return backend
 
 
 def choose_algorithms(exact: bool) -> None:
@@ -224,11 +216,8 @@ class StopSignal:
         self.process.store.set("stop", "")
 
     def agreed(self, must_check: bool) -> bool:
-        """Return after a step, on all ranks, whether any rank has received a signal.
-
-        A check takes messages, so it is due only after as many steps as rank 0 last took in
-        CHECK_SECONDS, and whenever ``must_check``.
-        """
+        """Return after a step, on all ranks, whether any rank is known to have got a signal."""
+        # A check takes messages: one is due after the steps that take rank 0 CHECK_SECONDS.
         self.steps_since_check += 1
         if not must_check and self.steps_since_check < self.steps_between_checks:
             return False

@@ -25,8 +25,7 @@ class Evaluator:
         self.parallel = parallel
         self.num_samples = len(dataset)
         self.indices = range(parallel.dp_rank, self.num_samples, parallel.dp_size)
-        # All ranks run the same number of batches, because a forward pass may be a collective. A
-        # rank with a sample less repeats sample 0, whose metrics measure() drops.
+        # All ranks run equally many batches, as forward may be a collective: some repeat sample 0.
         samples_per_rank = math.ceil(self.num_samples / parallel.dp_size)
         padding = [0] * (samples_per_rank - len(self.indices))
         self.keys = [(0, index) for index in (*self.indices, *padding)]  # (epoch, index)
@@ -39,12 +38,9 @@ class Evaluator:
         self.parallel.module.eval()
         measured = self.measure()
         self.parallel.module.train()
-        if process.rank > 0:
-            dist.gather_object(measured, group=process.cpu_group)
-            return {}
-        parts: list[Any] = [None] * process.world_size
+        parts: Any = [None] * process.world_size if process.rank == 0 else None
         dist.gather_object(measured, parts, group=process.cpu_group)
-        return self.aggregate(parts)
+        return {} if parts is None else self.aggregate(parts)
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#
@@ -66,8 +62,7 @@ class Evaluator:
             if not isinstance(measured, dict):
                 raise UserError("Task.metrics returns no dictionary")
             for name, values in measured.items():
-                # A tensor of a loader process is a file that stays open as long as it is kept, so
-                # the metrics are copied, and in fp32 where NumPy lacks their type.
+                # Loader processes send open files as tensors, so copies are kept, of NumPy's types.
                 copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
                 collected.setdefault(name, []).append(torch.atleast_1d(copy))
         return self.to_numpy(collected)
@@ -92,22 +87,17 @@ class Evaluator:
         merged = {}
         for name in parts[0]:
             merged[name] = np.concatenate([part[name] for part in parts])[order]
-        metrics = to_plain_numbers(self.task.aggregate(merged))
+        # JSON knows neither the numbers of NumPy and PyTorch, nor those that are not finite.
+        aggregated = self.task.aggregate(merged)
+        try:
+            text = json.dumps(aggregated, default=lambda array: array.tolist())
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError(f"Task.aggregate returns what JSON cannot hold: {error}") from None
+        metrics: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
         best_metric = metrics.get(self.task.best_metric, "")
         if not isinstance(best_metric, int | float | None):
-            name = repr(self.task.best_metric)
-            raise UserError(f"Task.aggregate returns no number as {name}, its best_metric")
+            raise UserError(f"Task.aggregate returns no number as {self.task.best_metric!r}")
         return metrics
-
-
-def to_plain_numbers(metrics: Any) -> dict[str, Any]:
-    """Return metrics with numbers of NumPy and PyTorch as Python's, or None if not finite."""
-    try:
-        text = json.dumps(metrics, default=lambda array: array.tolist())
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"Task.aggregate returns what JSON cannot hold: {error}") from None
-    plain: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-    return plain
 
 
 def evaluate(path: str, config: Config, given: set[str], process: Process) -> None:

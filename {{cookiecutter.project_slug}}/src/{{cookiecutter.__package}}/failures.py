@@ -16,8 +16,7 @@ from .distributed import STOP_SIGNALS, Process, exit_now
 
 # Gloo raises plain RuntimeErrors. Almost all of them name the line of gloo's source that failed.
 GLOO_PHRASES = ("/gloo/", "Application timeout caused pair closure")
-# PyTorch raises errors with these words for mistakes in the experiment, which one line explains
-# better than a traceback.
+# PyTorch's errors with these words are mistakes of the user's, which need no traceback.
 MISTAKE_PHRASES = (
     "state_dict for",  # model.weights are those of another model.
     "a deterministic",  # train.exact is set, but an operation is never deterministic.
@@ -35,7 +34,9 @@ def fail(error: Exception, process: Process) -> NoReturn:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     error = find_dead_loader(error, process)
-    error = find_mistake(error)
+    message = str(error)
+    if any(phrase in message for phrase in MISTAKE_PHRASES):
+        error = UserError(message.replace("you set", "train.exact sets"))
     waited = is_about_another_rank(error)
     report = report_silent_ranks if waited else report_failure
     try:
@@ -50,29 +51,25 @@ def fail(error: Exception, process: Process) -> NoReturn:
         # A traceback would only show where this rank waited: print one line instead.
         error = UserError(f"rank {process.rank} waited in vain: {reason}")
     if prints:
-        print_error(error)
+        # Nobody may read the output any more.
+        with suppress(OSError):
+            if isinstance(error, UserError):
+                print("error:", " ".join(str(error).split())[:2000], file=sys.stderr)
+            else:
+                traceback.print_exception(error)
     exit_now(2 if "failed with UserError" in reason else 1)
 
 
 def find_dead_loader(error: Exception, process: Process) -> Exception:
     """Return the death of a loader process, if there was one, instead of what it caused."""
     try:
-        # The DataLoader's handler of SIGCHLD raises a RuntimeError in whatever Python code runs,
-        # maybe after the error of a broken connection: this gives it code to interrupt. Other
-        # ranks sleep longer, so that rank 0 is the first to report an error that all ranks have.
+        # The DataLoader's handler of SIGCHLD raises a RuntimeError in any Python code, even here.
+        # Other ranks sleep longer, so that rank 0 is the first to report.
         time.sleep(0.2 if process.rank == 0 else 0.7)
     except RuntimeError as dead_loader:
         error = dead_loader
     # Another death would interrupt the report.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    return error
-
-
-def find_mistake(error: Exception) -> Exception:
-    """Return a UserError for an error of PyTorch that is known to be a mistake of the user's."""
-    message = str(error)
-    if any(phrase in message for phrase in MISTAKE_PHRASES):
-        error = UserError(message.replace("you set", "train.exact sets"))
     return error
 
 
@@ -110,8 +107,7 @@ def report_silent_ranks(description: str, process: Process) -> tuple[str, bool]:
     """Report that this rank waited; return why the run ends, and whether this rank prints it."""
     store = process.store
     store.set(f"waited{process.rank}", "")
-    # A wait that timed out means that a rank reports nothing. A connection that was closed means
-    # that a process died, which the launcher names.
+    # A timeout means that a rank reports nothing; a closed connection, that a process died.
     timed_out = "timeout" in description.lower() or "timed out" in description.lower()
     silent_ranks = list[int]()
     # The first rank to add 1 searches: if all did, requests would grow with the square of ranks.
@@ -139,12 +135,3 @@ def wait_for_reason(process: Process, seconds: float) -> None:
     # The store can wait itself, but would print two lines of warnings in the end.
     while time.monotonic() < deadline and not process.store.check(["failure"]):
         time.sleep(0.1)
-
-
-def print_error(error: Exception) -> None:
-    """Print a UserError in one line, and the traceback of any other error."""
-    with suppress(OSError):  # Nobody may read it any more.
-        if isinstance(error, UserError):
-            print("error:", " ".join(str(error).split())[:2000], file=sys.stderr)
-        else:
-            traceback.print_exception(error)

@@ -87,10 +87,7 @@ def digest_files(files: dict[str, str]) -> dict[str, str]:
 
 
 def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
-    """Write a text, or what ``content(file)`` writes, so that the file is complete or absent.
-
-    This holds even if the machine stops in the middle. A full disk is a UserError.
-    """
+    """Write a text, or what ``content(file)`` writes, completely or not at all, at any crash."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -129,8 +126,7 @@ def set_aside(path: Path, reason: str, move: Callable[[Path, str], object] = os.
 
 
 def lock_run_dir(run_dir: Path) -> None:
-    """Keep other runs out of ``run_dir`` as long as this process lives."""
-    # The system releases the lock when this process ends, even if it is killed.
+    """Keep other runs out of ``run_dir`` until this process ends, even if it is killed."""
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# PyTorch's functions on nested batches are private; the package optree has the same ones.
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten  # Private.
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config, UserError
@@ -22,11 +20,7 @@ Key = tuple[int, int]
 
 
 class TrainSampler(Sampler[Key]):
-    """Yields this rank's samples of an epoch, up to the last complete global batch.
-
-    Rank r of N reads the samples r, r + N, r + 2N, ... of the epoch's random order, so that a
-    global batch has the same samples on any number of ranks.
-    """
+    """Yields this rank's samples of an epoch, up to the last complete global batch."""
 
     def __init__(
         self, length: int, dp_rank: int, dp_size: int, global_batch_size: int, seed: int
@@ -61,6 +55,7 @@ class TrainSampler(Sampler[Key]):
         order = torch.randperm(self.length, generator=generator)
         end = self.steps_per_epoch * self.global_batch_size
         remaining = order[self.consumed_samples : end]
+        # Rank r of N reads r, r + N, r + 2N, ...: a global batch is the same for any N.
         for index in remaining[self.dp_rank :: self.dp_size].tolist():
             yield self.epoch, index
 
@@ -135,10 +130,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """Split the tensors of a batch, of any nesting, into ``count`` micro-batches of samples.
-
-    Numbers and None are part of every micro-batch.
-    """
+    """Split the tensors of a batch into ``count`` micro-batches; numbers and None go into all."""
     leaves, structure = tree_flatten(batch)
     first_dimensions = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
     if len(first_dimensions) > 1:
@@ -149,9 +141,9 @@ def split_batch(batch: Any, count: int) -> list[Any]:
         # A list of texts, say, would go into each micro-batch as a whole.
         problem = "only tensors can be split into micro-batches"
         raise UserError(f"{problem}; let Task.prepare or collate_fn return tensors")
-    leaves_of_microbatches: list[list[Any]] = [[] for _ in range(count)]
+    pieces_of_leaves = []
     for leaf in leaves:
         pieces = leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count
-        for microbatch, piece in zip(leaves_of_microbatches, pieces, strict=True):
-            microbatch.append(piece)
-    return [tree_unflatten(microbatch, structure) for microbatch in leaves_of_microbatches]
+        pieces_of_leaves.append(pieces)
+    microbatches = zip(*pieces_of_leaves, strict=True)
+    return [tree_unflatten(microbatch, structure) for microbatch in microbatches]

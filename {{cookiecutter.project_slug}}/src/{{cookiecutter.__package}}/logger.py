@@ -1,7 +1,4 @@
-"""What a run leaves besides checkpoints: its settings, its provenance, and ``metrics.jsonl``.
-
-Each line of ``metrics.jsonl`` is a record, a JSON object: ``{"event": "train", "step": 10, ...}``.
-"""
+"""What a run leaves besides checkpoints: its settings, its provenance, and ``metrics.jsonl``."""
 
 import json
 import platform
@@ -26,7 +23,7 @@ from .files import set_aside, write_atomically
 from .tracker import Tracker
 #:: endif ::#
 
-Record = dict[str, Any]
+Record = dict[str, Any]  # A line of metrics.jsonl: {"event": "train", "step": 10, ...}.
 ERASE_LINE = "\r\x1b[K"  # A terminal moves to the start of its line and erases the line.
 
 
@@ -54,11 +51,8 @@ class Logger:
         ranks = f"{process.world_size} rank(s), {process.device}"
         self.print(f"{self.run_dir}: step {step} of {total_steps} on {ranks}")
         if process.device.type != "cpu":
-            algorithms = "TF32, the fastest algorithms"
-            if config.train.exact:
-                algorithms = "full fp32, deterministic algorithms"
-            precision = config.train.precision
-            self.print(f"{precision} (train.precision), {algorithms} (train.exact)")
+            train = config.train
+            self.print(f"train.precision is {train.precision}, and train.exact is {train.exact}")
         for change in changes:
             self.print(f"changed: {change}")
         #:: if file("tracker", "tracker.py") ::#
@@ -69,7 +63,13 @@ class Logger:
         """Write one record, merged from its parts, and print its numbers."""
         if not self.is_main:
             return
-        record = merge_parts(*parts)
+        record: Record = {}
+        for part in parts:
+            repeated = sorted(record.keys() & part.keys())
+            if repeated:
+                reason = f"a record has two numbers of one name, {repeated[0]}"
+                raise UserError(f"{reason}; rename the one of task.py")
+            record.update(part)
         # A run whose run.dir was removed ends here, because the file cannot be opened.
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
@@ -92,10 +92,6 @@ class Logger:
         if seconds_left > 0:
             line += f"  {timedelta(seconds=round(seconds_left))} left"
         return line
-
-    def log_save(self, step: int, path: Path, seconds: float) -> None:
-        """Print how many ``seconds`` training waited for a save, which a thread still writes."""
-        self.print(f"save   step {step}/{self.total_steps}  {path}  seconds {seconds:.4f}")
 
     def show_step(self, step: int) -> None:
         """Show the step on a terminal, on a line that the next print erases."""
@@ -131,24 +127,8 @@ class Logger:
     #:: endif ::#
 
 
-def merge_parts(*parts: Record) -> Record:
-    """Merge the parts of a record; raises UserError if two of them have a number of one name."""
-    record: Record = {}
-    for part in parts:
-        repeated = sorted(record.keys() & part.keys())
-        if repeated:
-            reason = f"a record has two numbers of one name, {repeated[0]}"
-            raise UserError(f"{reason}; rename the one of task.py")
-        record.update(part)
-    return record
-
-
 def restore_records(path: Path, last_step: int) -> list[Record]:
-    """Return the records up to ``last_step``, and remove the others, which are written again.
-
-    A line that is no record, as a machine that stopped may leave, is removed too; a copy of the
-    file is kept then.
-    """
+    """Return the records up to ``last_step``, and remove others, and lines that are no record."""
     lines = []
     if path.exists():
         # Bytes that are no UTF-8 must not end the run: json.loads rejects their line below.
@@ -160,7 +140,6 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
             record = json.loads(line)
             if record["step"] <= last_step:
                 records.append(record)
-        # Lines that are no JSON, no object, or an object without a number as its step.
         except (LookupError, RecursionError, TypeError, ValueError):
             is_damaged = True
     if is_damaged:
@@ -172,10 +151,13 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
 
 def write_provenance(path: Path, process: Process, step: int, changes: list[str]) -> None:
     """Write where this start of the run came from; ``earlier`` has the starts before it."""
-    previous = read_provenance(path)
-    earlier = previous.pop("earlier", [])
-    if previous:
-        earlier = [previous, *earlier]
+    earlier = []
+    if path.exists():
+        try:
+            previous = json.loads(path.read_text())
+            earlier = [previous, *previous.pop("earlier", [])]
+        except (AttributeError, RecursionError, TypeError, ValueError):
+            set_aside(path, f"{path} is no JSON object")
     content = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -191,22 +173,9 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def read_provenance(path: Path) -> Record:
-    """Return what the last start of this run wrote; an empty dictionary if there was none."""
-    if not path.exists():
-        return {}
-    with suppress(RecursionError, ValueError):
-        content = json.loads(path.read_text())
-        if isinstance(content, dict):
-            return content
-    set_aside(path, f"{path} is no JSON object")
-    return {}
-
-
 def describe_commit() -> Record:
     """Return the commit of the code, and whether files differ from it, if in a repository."""
-    folder = str(Path(__file__).parent)
-    command = ["git", "-C", folder, "status", "--branch", "--porcelain=v2"]
+    command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
     try:
         status = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

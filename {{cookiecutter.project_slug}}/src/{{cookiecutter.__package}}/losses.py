@@ -22,10 +22,7 @@ class MeanLosses:
         self.sums: dict[str, Any] = {}
 
     def set_denominator(self, targets: Any) -> None:
-        """Begin a step: find what the losses of this rank's local batch are divided by.
-
-        It is the weight of the global batch per rank, because gradients are averaged over ranks.
-        """
+        """Begin a step: find what losses are divided by, the global batch's weight per rank."""
         self.sums = {}
         local_weight = self.task.weight(targets)
         if isinstance(local_weight, Tensor):
@@ -65,11 +62,8 @@ class MeanLosses:
             raise UserError(f"{problem}; give each batch `loss`, and the same other names")
 
     def average(self, steps: list[dict[str, Any]]) -> list[dict[str, float]]:
-        """Return losses and gradient norms of ``steps``, averaged over the ranks that have them.
-
-        This is a collective, and waits for the device. Under some strategies, only some
-        ranks have outputs; the dictionaries of the others are empty.
-        """
+        """Average losses and gradient norms of ``steps`` over ranks; waits for the device."""
+        # Under some strategies, only some ranks have outputs: dictionaries of others are empty.
         names = self.names or self.process.store.get("losses").decode().split("\n")
         columns = [*names, "grad_norm"]
         rows = []

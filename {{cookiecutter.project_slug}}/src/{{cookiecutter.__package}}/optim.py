@@ -15,13 +15,12 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     members: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
         if parameter.requires_grad:
-            decays = parameter.dim() > 1
+            weight_decay = config.weight_decay if parameter.dim() > 1 else 0.0
             # The fused kernel cannot update parameters of several meshes at once.
             mesh = getattr(parameter, "device_mesh", None)
-            members[decays, mesh].append(parameter)
+            members[weight_decay, mesh].append(parameter)
     groups: list[dict[str, Any]] = []
-    for (decays, _), parameters in members.items():
-        weight_decay = config.weight_decay if decays else 0.0
+    for (weight_decay, _), parameters in members.items():
         groups.append({"params": parameters, "weight_decay": weight_decay})
     if not groups:
         # An optimizer needs a group, but all parameters of a rank may be frozen.
@@ -31,10 +30,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Return the learning rate of a step, counted from 0: a linear warm-up, then half a cosine.
-
-    The schedule is a function of the step and the settings, so a checkpoint holds none of it.
-    """
+    """Return the learning rate of a step, counted from 0: a linear warm-up, then half a cosine."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     decay_steps = max(1, total_steps - config.warmup_steps)

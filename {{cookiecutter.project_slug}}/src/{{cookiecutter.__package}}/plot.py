@@ -20,7 +20,6 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
 
     panels = choose_panels(run_dirs)
     rows = math.ceil(len(panels) / COLUMNS)
-    # A figure's size is its width and height in inches.
     figure = Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
     axes = None
     for number, (event, name) in enumerate(sorted(panels), start=1):
@@ -36,22 +35,19 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
 def read_records(run_dir: str) -> list[dict[str, Any]]:
     """Return the records of a run, which may still be training."""
     text = Path(run_dir, "metrics.jsonl").read_text()
-    # A live run may have written only a part of its last line. A complete line ends with "\n", so
-    # the text is read up to the last newline.
+    # A live run may have written only a part of its last line, without the newline at its end.
     complete_lines, _, _ = text.rpartition("\n")
     return [json.loads(line) for line in complete_lines.splitlines()]
 
 
 def choose_panels(run_dirs: Sequence[str]) -> dict[tuple[str, str], Any]:
-    """Return panels by (event, name); a panel has lists of points (step, value) by (color, entry).
-
-    A list, such as one number for each class, has a curve per entry; a number has one, entry 0.
-    """
+    """Return panels by (event, name); a panel has lists of (step, value) by (color, entry)."""
     panels: Any = defaultdict(lambda: defaultdict(list))
     for index, run_dir in enumerate(run_dirs):
         color = f"C{index}"  # Matplotlib names the colors of its cycle C0, C1, ...
         for record in read_records(run_dir):
             for name, value in record.items():
+                # A list, such as one number for each class, has a curve for each entry.
                 entries = value if isinstance(value, list) else [value]
                 for entry, number in enumerate(entries):
                     # Counts are integers, and null stands for what is not finite: neither is drawn.
@@ -66,13 +62,11 @@ def draw_panel(axes: Any, panel: dict[tuple[str, int], Any]) -> None:
     for (color, _), points in panel.items():
         table = torch.tensor(points, dtype=torch.float64)  # Shape (points, 2).
         axes.plot(*table.T, ".-", color=color, markersize=3, linewidth=0.5)
-        # The thick line is a moving average over a twentieth of the points. It averages steps, too,
-        # so that each mean is drawn in the middle of its points.
+        # The thick line is a moving average, with each mean in the middle of its points.
         window = 1 + len(points) // 20
         means = table.unfold(0, window, 1).mean(dim=2)  # Shape (points - window + 1, 2).
         axes.plot(*means.T, color=color)
-    # If values span more than two powers of ten, such as those of a decaying learning rate, a
-    # linear axis would show the small ones as 0. Only positive numbers have a logarithm.
+    # A linear axis would show the small ones of values that span powers of ten as 0.
     lowest, highest = axes.dataLim.intervaly
     if lowest > 0 and highest > 100 * lowest:
         axes.set_yscale("log")

@@ -29,19 +29,17 @@ class Trainer:
         self.checkpointer = Parallel.checkpointer(config, process)
         self.task, self.parallel, datasets = build_experiment(config, process)
         train_set, validation_set, _ = datasets
-
-        global_batch_size = config.data.global_batch_size
-        dp_rank = self.parallel.dp_rank
         dp_size = self.parallel.dp_size
-        local_batch_size = global_batch_size // dp_size
-        seed = config.run.seed
-        self.sampler = TrainSampler(len(train_set), dp_rank, dp_size, global_batch_size, seed)
+        batch_size = config.data.global_batch_size
+        self.sampler = TrainSampler(
+            len(train_set), self.parallel.dp_rank, dp_size, batch_size, config.run.seed
+        )
+        local_batch_size = batch_size // dp_size
         self.loader = build_loader(
             train_set, self.sampler, local_batch_size, config, process.device
         )
         self.losses = MeanLosses(self.task, process, local_batch_size)
         self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
-
         # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
         self.total_steps = min(self.scheduled_steps, config.train.max_steps or self.scheduled_steps)
@@ -65,7 +63,6 @@ class Trainer:
                 self.step += 1
                 if profiler:
                     profiler.step()
-
                 self.logger.show_step(self.step)
                 evaluation_is_due = self.is_due(self.config.train.eval_every)
                 save_is_due = evaluation_is_due or self.is_due(self.config.checkpoint.every_steps)
@@ -103,10 +100,7 @@ class Trainer:
         """Take one optimizer step; returns its losses and gradient norm, still on the device."""
     #:: else ::#
     def train_step(self, inputs: Any, targets: Any) -> dict[str, Any]:
-        """Take one step with this rank's batch; returns its losses and gradient norm.
-
-        They stay on the device, so that the loop does not wait for it.
-        """
+        """Take one step with a local batch; returns its losses and gradient norm, on the device."""
         # Dropout draws other numbers in each step and local batch, and the same after a resume.
         step_seed = derive_seed(self.config.run.seed, "step", self.step, self.parallel.dp_rank)
         seed_everything(step_seed, self.process.device)
@@ -116,7 +110,6 @@ class Trainer:
         self.parallel.forward_backward(inputs, targets, self.losses.mean_loss)
         self.check_gradients()
         set_learning_rate(self.optimizer, self.step, self.scheduled_steps, self.config.optim)
-
         # The scaler does nothing but under fp16, where gradients are scaled until they are clipped.
         scaler = self.parallel.scaler
         scaler.unscale_(self.optimizer)
@@ -186,8 +179,7 @@ class Trainer:
     def check_finite(self, steps: list[dict[str, float]]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
         scaler = self.parallel.scaler
-        # The scaler skips a step whose gradients overflow, and lowers its scale. Below 1, it is the
-        # gradients that are at fault.
+        # The scaler skips a step that overflows. If its scale is below 1, gradients are at fault.
         overflow_is_skipped = scaler.is_enabled() and scaler.get_scale() >= 1
         first_step = self.step - len(steps) + 1
         for step, numbers in enumerate(steps, start=first_step):
@@ -200,20 +192,20 @@ class Trainer:
                 raise UserError(f"step {step} has {numbers}; {advice}")
 
     def save(self) -> None:
-        """Save a checkpoint, which a thread writes while training continues."""
+        """Save a checkpoint, which a thread writes after the seconds that are printed."""
         start = time.perf_counter()
         epoch, consumed_samples = self.sampler.position(self.step)
         progress = {"step": self.step, "epoch": epoch, "samples": consumed_samples}
         path = self.checkpointer.save(progress)
-        self.logger.log_save(self.step, path, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.logger.print(f"save   step {self.step}/{self.total_steps}  {path}  {seconds:.4f} s")
 
     def evaluate_if_missing(self) -> None:
         """Evaluate the step that a run resumes from, if it ended before it could do so."""
         if self.step == 0 or not self.is_due(self.config.train.eval_every):
             return
         # Only rank 0 knows the records of earlier evaluations.
-        was_evaluated = self.process.all_gather(self.step in self.logger.evaluations)
-        if not any(was_evaluated):
+        if not self.process.on_main(lambda: self.step in self.logger.evaluations):
             self.evaluate()
 
     def evaluate(self) -> None:
