@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support import ROOT, TOLERANCE, launch, read_records
 
 WITNESS = ROOT / "witness"
