@@ -57,9 +57,9 @@ class Parallel:
         ddp = DistributedDataParallel(
             self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True
         )
-        # Every forward would broadcast buffers, although average_buffers() is enough before a use.
+        # The constructor has sent rank 0's buffers; now average_buffers() before a use is enough.
         ddp.broadcast_buffers = False
-        # DDP sees only a backward whose forward it has called, and the model's would need a batch.
+        # DDP acts on a backward whose forward it has called. The model would need a batch.
         ddp.module = ParameterSum()
         ddp(self.module, self.device).backward()
         ddp.module = self.module
@@ -115,7 +115,7 @@ class Parallel:
         dsd.set_model_state_dict(self.module, model, options=options)
         if optimizer is None:
             return
-        # The parameter groups stay: they hold this run's settings, such as the learning rate.
+        # This creates a state to load into. The groups stay: they hold this run's settings.
         state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
         if not state_dict["state"]:
             # Plain SGD has none, and PyTorch fails if there is nothing to broadcast.

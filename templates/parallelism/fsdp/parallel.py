@@ -161,7 +161,7 @@ class Parallel:
         dsd.set_model_state_dict(self.module, model, options=options)
         if optimizer is None:
             return
-        # The parameter groups stay: they hold this run's settings, such as the learning rate.
+        # This creates a state to load into. The groups stay: they hold this run's settings.
         state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
         if not state_dict["state"]:
             # Plain SGD has none, and PyTorch fails if there is nothing to broadcast.

@@ -76,7 +76,7 @@ class Parallel:
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         self.pipeline_group = mesh.get_group("pipeline")
         self.tensor_mesh = mesh["tensor"]
-        # A mesh has groups of single dimensions. This one has all ranks of a stage.
+        # All ranks of a stage, tensor ranks too: their statistics are equal, and so are averages.
         self.dp_group, _ = dist.new_subgroups(self.ranks_per_stage)
         if layout.replicas > 1:
             return mesh["replicate", "shard"]
@@ -96,7 +96,7 @@ class Parallel:
             reshard_after_forward=False,
         )
         self.outline = Outline(config.model, self.layout.pipeline, dtype)
-        seed_everything(config.run.seed)
+        seed_everything(config.run.seed)  # The outline may have drawn numbers.
         stage_of_block = self.outline.stage_of_block
         stages = iter(stage_of_block)
 
@@ -106,7 +106,7 @@ class Parallel:
             if stage_index != self.stage_index:
                 return block.to("meta")
             block.to(self.device)
-            # The order matters: FSDP gathers weights by hooks around the others, recomputation too.
+            # The order matters: FSDP's hooks gather weights before forward, recomputed or not.
             shard_layers(block, self.tensor_mesh)
             prepare_block(block, config)
             shard(block, shard_placement_fn=choose_placement)
@@ -118,7 +118,7 @@ class Parallel:
         # A part of an nn.Sequential keeps the names of the blocks.
         self.module: Any = model[first_block : first_block + num_blocks]
         self.stage = Stage(self.module, is_last=self.stage_index == self.layout.pipeline - 1)
-        # A schedule asks the whole stage to scatter gradients only after the last micro-batch.
+        # A schedule delays the scattering of gradients only if the whole stage is an FSDP module.
         shard(self.stage)
 
     # F.cross_entropy and its backward accept logits that plan.py keeps sharded over the classes.
@@ -129,14 +129,15 @@ class Parallel:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         shapes = self.outline.trace(microbatches[0][0])
+        # Micro-batches of equal shapes have the same dict, and fit into a schedule's buffers.
         if shapes is not self.shapes:
             self.shapes = shapes
             self.schedule = self.build_schedule(shapes)
-        # Stages draw different numbers, and the ranks of a stage the same, as dropout needs.
+        # Tensor ranks draw the same numbers, as dropout of whole features needs; stages do not.
         torch.manual_seed(torch.initial_seed() + self.stage_index)
         self.mean_loss = mean_loss
         self.remaining_targets = [targets for _, targets in microbatches]
-        # Inputs and targets may be nested, so a schedule only passes numbers of micro-batches.
+        # A schedule passes on one tensor, but inputs and targets may be nested: it gets numbers.
         numbers = torch.arange(self.microbatches, device=self.device)
         arguments = list[Tensor]()
         if self.stage_index == 0:
@@ -221,7 +222,7 @@ class Parallel:
 
     def check_copies(self) -> None:
         """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart."""
-        # The gradient of a copy that works on a shard of the features is that of this shard alone.
+        # A copy that is used on a shard of the features gets the gradient of that shard alone.
         norms = dict[tuple[int, str], float]()
         for name, parameter in self.module.named_parameters():
             if not is_sharded_by_plan(parameter):

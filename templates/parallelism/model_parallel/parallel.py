@@ -69,9 +69,9 @@ class Parallel:
         ddp = DistributedDataParallel(
             self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True
         )
-        # Every forward would broadcast buffers, although average_buffers() is enough before a use.
+        # The constructor has sent rank 0's buffers; now average_buffers() before a use is enough.
         ddp.broadcast_buffers = False
-        # DDP sees only a backward whose forward it has called, and the model's would need a batch.
+        # DDP acts on a backward whose forward it has called. The model would need a batch.
         ddp.module = ParameterSum()
         ddp(self.module, self.device).backward()
         ddp.module = self.module

@@ -92,13 +92,13 @@ class MemoryTracker(FakeTensorMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         has_fake_input = any(isinstance(tensor, FakeTensor) for tensor in inputs)
         if has_fake_input and func.overloadpacket is torch.ops.aten._local_scalar_dense:
-            # Python reads a number that is not there: 0 passes isnan().any(); 1 can be divided by.
+            # Python reads a number that is not there: False for a bool, and 1 for what may divide.
             return int(args[0].dtype != torch.bool)
-        # Values stay values: the setup reads some, such as those of a mesh, which come from arange.
+        # Operations on values stay real, and so does arange: a mesh reads its ranks from it.
         stays_real = len(inputs) > 0 or func.overloadpacket is torch.ops.aten.arange
         if stays_real and not has_fake_input:
             return func(*args, **kwargs)
-        # To find a shape, the mode runs operations that training does not: those do not count.
+        # To find a shape, the mode may call this method again: only the outermost call counts.
         self.running_operations += 1
         try:
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
@@ -138,9 +138,9 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
 
         samples = [train_set[0]] * (config.data.global_batch_size // parallel.dp_size)
-        # Empty tensors have no values here, but those that are read from a file would.
+        # The samples come from a file and have values. Tensors that are created here have none.
         batch = tree_map_only(Tensor, remove_values, collate_fn(samples))
-        # The first step, in which the optimizer's state begins, is left out: it takes more memory.
+        # The optimizer's state begins in a first step, in which DTensor computes shapes, too.
         for parameter in parallel.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

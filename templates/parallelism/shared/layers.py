@@ -11,13 +11,13 @@ def shard_layers(block: nn.Module, tensor_mesh: DeviceMesh) -> None:
     plan = tensor_plan(block)
     for module in block.modules():
         is_dropout = "Dropout" in type(module).__name__ and getattr(module, "p", 1) > 0
-        # Such a module may lie between two sharded layers.
+        # Tensor ranks draw the same numbers: between two sharded layers, all drop the same places.
         if is_dropout and len(plan) > 1:
             raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")
     names = {name for name, _ in block.named_parameters()}
     # All ranks have drawn the same weights, so each keeps its shard, and nothing is sent.
     parallelize_module(block, tensor_mesh, plan, src_data_rank=None)
-    # PyTorch lists a shared parameter by its first name: if that is replaced, the other appears.
+    # Of a shared parameter, the first name is listed. The other appears if the first is replaced.
     for name, _ in block.named_parameters():
         if name not in names:
             raise UserError(f"{name} is shared, and plan.py shards it; use a copy")

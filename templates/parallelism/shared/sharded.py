@@ -55,7 +55,7 @@ class Checkpointer(checkpoint.Checkpointer):
         if "shards" not in content:
             checkpoint.Checkpointer.load(parallel, content, optimizer)
             return
-        # dcp.load fails where the file lacks a tensor, such as the state of an unused parameter.
+        # dcp.load fails on what the file lacks, such as the state of a parameter without gradients.
         state = local_state_dict(parallel.module, optimizer)
         optimizer_state = state["optimizer"]["state"]
         for name in optimizer_state.keys() - content["parameters_with_state"]:
@@ -68,7 +68,7 @@ class Checkpointer(checkpoint.Checkpointer):
         dsd.set_model_state_dict(parallel.module, state["model"])
         if optimizer is None:
             return
-        # Hyperparameters come from the settings; strict loading rejects parameters without a state.
+        # Hyperparameters are this run's. Strict loading rejects a parameter that has no state.
         whole = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
         options = dsd.StateDictOptions(strict=False)
         dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=options)
@@ -90,7 +90,7 @@ class Checkpointer(checkpoint.Checkpointer):
             )
             self.stager = DefaultStager(options)
         shards = self.stager.stage(local_state_dict(self.parallel.module, self.optimizer))
-        # A run that fails waits for self.writer, but not for this one: other ranks may have failed.
+        # `with writer` would wait for this thread, whose collective never ends if a rank failed.
         writer = ThreadPoolExecutor(max_workers=1)
         self.pending = writer.submit(self.write_shards, shards, header, path)
         return path

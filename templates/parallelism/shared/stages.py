@@ -49,7 +49,7 @@ class Stage(nn.Module):
         outputs = self.blocks(inputs)
         if self.is_last:
             self.outputs = outputs
-            return torch.zeros(1, dtype=torch.int64)
+            return torch.zeros(1, dtype=torch.int64)  # Nobody reads this.
         return outputs.contiguous()
 
 
@@ -57,8 +57,7 @@ class Outline:
     """The model without values: which stage has which block, and what the stages send each other.
 
     Every rank has to know the shapes that it receives, but has only the blocks of its own stages.
-    So it builds the model a second time, on the device "meta", where tensors have a shape and a
-    type, but no memory. ``stage_of_block`` has the stage of each block, in the order of blocks.
+    So it builds the model again on the device "meta", where tensors have no values and no memory.
     """
 
     def __init__(self, config: ModelConfig, num_stages: int, dtype: torch.dtype) -> None:
@@ -69,6 +68,7 @@ class Outline:
         wrapped_blocks = list[nn.Module]()
 
         def wrap(block: nn.Module) -> nn.Module:
+            # A block that is used twice counts once, so that the comparison below rejects it.
             if block not in wrapped_blocks:
                 wrapped_blocks.append(block)
             return block
@@ -90,10 +90,7 @@ class Outline:
         self.model = model.eval()
 
     def trace(self, inputs: Any) -> dict[int, Tensor]:
-        """Return meta tensors like those that each stage receives, and that the last one returns.
-
-        Inputs of equal shapes get the same dict: by ``is``, a caller sees that its buffers fit.
-        """
+        """Return meta tensors like those that each stage receives and that the last one returns."""
         input_shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         if input_shapes not in self.shapes:
             self.shapes[input_shapes] = self.run_blocks(inputs)
@@ -134,7 +131,7 @@ def refuse_shared(model: nn.Module) -> None:
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
-        # Loading pickles buffers, and fills them in place: some types and expanded ones cannot.
+        # Loading pickles a buffer and copies into it, which some types and expanded ones reject.
         buffer_type = str(buffer.dtype).removeprefix("torch.")
         if buffer_type not in SENDABLE_TYPES.split() or not buffer.is_contiguous():
             problem = f"buffer {name} cannot be sent"

@@ -192,7 +192,7 @@ class Parallel:
 
     def check_copies(self) -> None:
         """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart."""
-        # The gradient of a copy that works on a shard of the features is that of this shard alone.
+        # A copy that is used on a shard of the features gets the gradient of that shard alone.
         norms = dict[tuple[int, str], float]()
         for name, parameter in self.module.named_parameters():
             if not is_sharded_by_plan(parameter):
@@ -221,7 +221,7 @@ class Parallel:
         dsd.set_model_state_dict(self.module, model, options=options)
         if optimizer is None:
             return
-        # The parameter groups stay: they hold this run's settings, such as the learning rate.
+        # This creates a state to load into. The groups stay: they hold this run's settings.
         state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
         if not state_dict["state"]:
             # Plain SGD has none, and PyTorch fails if there is nothing to broadcast.

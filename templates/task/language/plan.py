@@ -29,8 +29,7 @@ def tensor_plan(block: nn.Module) -> dict[str, ParallelStyle]:
         # A rank computes some of the heads and, in the perceptron, some of the hidden features.
         return {"qkv": columns, "out": rows, "up": columns, "down": rows}
     if isinstance(block, Head):
-        # A rank computes some tokens' logits. use_local_output=False keeps them sharded, for losses
-        # of F.cross_entropy alone.
+        # A rank has some tokens' logits. For F.cross_entropy, use_local_output=False is enough.
         return {"linear": ColwiseParallel(output_layouts=Replicate())}
     return {}
 

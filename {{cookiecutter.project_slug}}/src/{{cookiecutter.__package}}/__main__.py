@@ -99,7 +99,7 @@ def add_checkpoint(command: ArgumentParser) -> None:
 
 def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
     """Return the subcommand, the settings, and the other options."""
-    # A file changes the defaults of the parser, so it is found first. Options outweigh it then.
+    # A file changes the parser's defaults, to which options are preferred wherever --config stands.
     early_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early_parser.add_argument("--config", action="append", default=[])
     early_options, other_words = early_parser.parse_known_args(words)
@@ -168,7 +168,7 @@ def find_checkpoint(path: str) -> str:
 def check_writable(run_dir: str) -> None:
     """Reject a run.dir that rank 0 cannot create or write to."""
     if os.environ.get("NODE_RANK", "0") != "0":
-        # Other machines only read it, and may see the folder later.
+        # Only rank 0 creates run.dir, and other machines may not see it yet.
         return
     # The run creates what is missing, inside the nearest folder that exists.
     folder = Path(run_dir).absolute()

@@ -35,12 +35,12 @@ def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -
         optimizer_state = content.get("optimizer", {}).get("state", {})
         header = {"parameters_with_state": set(optimizer_state)}
         for name, part in content.items():
-            # A sharded checkpoint was read without its optimizer, but has "parameters_with_state".
+            # A sharded checkpoint is read without its optimizer, but has this key itself.
             if name not in ("model", "optimizer"):
                 header[name] = part
         return header
 
-    # Only rank 0 calls read_header(): on the other ranks, the content stays empty.
+    # The store passes the small header on. The content stays empty where it was not read.
     header = process.on_main(read_header)
     return content | header
 
@@ -136,7 +136,7 @@ class Checkpointer:
         """Undo what loading has changed in the optimizer's state beyond its values."""
         for name, parameter in self.parallel.module.named_parameters():
             if name not in self.initial_content["parameters_with_state"]:
-                # Loading gave it a state, though it had no gradient, with a step that AdamW counts.
+                # PyTorch created a state, to load one, and AdamW would go on with its step count.
                 self.optimizer.state.pop(parameter, None)
                 continue
             state = self.optimizer.state.get(parameter, {})
@@ -175,7 +175,7 @@ class Checkpointer:
         if self.process.rank != 0:
             return path
         # The next step changes the tensors, so the thread needs a copy. full_state_dict has copied
-        # what was on an accelerator: all, if the optimizer is fused. Others count steps on the CPU.
+        # those on an accelerator; an optimizer that is not fused has step counts on the CPU, too.
         is_copy = self.process.device.type != "cpu" and self.optimizer.defaults.get("fused")
         if not is_copy:
             content = deepcopy(content)
@@ -224,10 +224,10 @@ class Checkpointer:
 
         def wait_for_thread() -> None:
             if self.pending is not None:
-                self.pending.exception()
+                self.pending.exception()  # This waits, and raises nothing.
 
         # All ranks wait for rank 0 at the store, whose timeout is hours: a collective would time
-        # out while rank 0 still writes. If checkpoints are sharded, other ranks write, too.
+        # out while rank 0 still writes. In a sharded save, a rank's write ends with those of all.
         self.process.on_main(wait_for_thread)
         wait_for_thread()
 

@@ -217,14 +217,14 @@ class StopSignal:
 
     def agreed(self, must_check: bool) -> bool:
         """Return after a step, on all ranks, whether any rank is known to have got a signal."""
-        # A check takes messages: one is due after the steps that take rank 0 CHECK_SECONDS.
+        # A check costs messages, and clocks differ: rank 0 makes CHECK_SECONDS a number of steps.
         self.steps_since_check += 1
         if not must_check and self.steps_since_check < self.steps_between_checks:
             return False
         received = self.process.rank == 0 and self.process.store.check(["stop"])
         seconds = max(time.monotonic() - self.last_check, 1e-6)
         next_interval = CHECK_SECONDS * self.steps_since_check / seconds
-        # A broadcast alone would not show all ranks that one of them hangs.
+        # Rank 0 does not wait in a broadcast: only a barrier times out on all ranks if one hangs.
         dist.barrier(group=self.process.cpu_group)
         # Rank 0 decides for all, in one message of two numbers.
         decision = torch.tensor([float(received), next_interval])

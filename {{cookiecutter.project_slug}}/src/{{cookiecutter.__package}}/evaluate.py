@@ -62,7 +62,7 @@ class Evaluator:
             if not isinstance(measured, dict):
                 raise UserError("Task.metrics returns no dictionary")
             for name, values in measured.items():
-                # Loader processes send open files as tensors, so copies are kept, of NumPy's types.
+                # A loader process's tensor keeps a file open, so a copy is kept. NumPy has no bf16.
                 copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
                 collected.setdefault(name, []).append(torch.atleast_1d(copy))
         return self.to_numpy(collected)

@@ -36,11 +36,12 @@ def fail(error: Exception, process: Process) -> NoReturn:
     error = find_dead_loader(error, process)
     message = str(error)
     if any(phrase in message for phrase in MISTAKE_PHRASES):
+        # PyTorch writes "but you set 'torch.use_deterministic_algorithms(True)'".
         error = UserError(message.replace("you set", "train.exact sets"))
     waited = is_about_another_rank(error)
     report = report_silent_ranks if waited else report_failure
     try:
-        # The store may be gone, and does not answer for hours then. A thread can be left behind.
+        # If rank 0 is dead, the store may not answer for hours. A thread can be left behind.
         answer = ThreadPoolExecutor(1).submit(report, describe(error), process)
         reason, prints = answer.result(timeout=4 * REPORT_SECONDS)
     except (RuntimeError, TimeoutError):
@@ -63,8 +64,8 @@ def fail(error: Exception, process: Process) -> NoReturn:
 def find_dead_loader(error: Exception, process: Process) -> Exception:
     """Return the death of a loader process, if there was one, instead of what it caused."""
     try:
-        # The DataLoader's handler of SIGCHLD raises a RuntimeError in any Python code, even here.
-        # Other ranks sleep longer, so that rank 0 is the first to report.
+        # PyTorch's handler of SIGCHLD raises a RuntimeError if a loader process died: wait for it.
+        # Rank 0 prints a mistake that all ranks make if it is the first, so the others wait longer.
         time.sleep(0.2 if process.rank == 0 else 0.7)
     except RuntimeError as dead_loader:
         error = dead_loader

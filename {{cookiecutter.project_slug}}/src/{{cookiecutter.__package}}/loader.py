@@ -79,7 +79,7 @@ class Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         if self.num_workers == 0:
             return super().__iter__()
-        # Python's resource tracker starts with the first process, and would unblock the signals.
+        # Starting Python's resource tracker would unblock the signals, so it starts before.
         resource_tracker.ensure_running()
         # A new process inherits the signals that are blocked here, and never sees them.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -128,7 +128,7 @@ class Logger:
 
 
 def restore_records(path: Path, last_step: int) -> list[Record]:
-    """Return the records up to ``last_step``, and remove others, and lines that are no record."""
+    """Return the records up to ``last_step``; remove later ones, which will be written again."""
     lines = []
     if path.exists():
         # Bytes that are no UTF-8 must not end the run: json.loads rejects their line below.

@@ -26,10 +26,11 @@ class MeanLosses:
         self.sums = {}
         local_weight = self.task.weight(targets)
         if isinstance(local_weight, Tensor):
-            # A tensor means that the local batches differ in weight, such as in their tokens.
+            # A tensor means that local batches differ in weight. The all-reduce must not change it.
             weight = local_weight.detach().to(self.process.device, torch.float32, copy=True)
             dist.all_reduce(weight)
             # A global batch without any target has losses of 0; the mean is 0 too, and not 0 / 0.
+            # Gradients are averaged over ranks, so each divides by the average weight of a rank.
             self.denominator = weight.clamp(min=1e-30) / self.process.world_size
             return
         if local_weight < self.local_batch_size or local_weight % self.local_batch_size:

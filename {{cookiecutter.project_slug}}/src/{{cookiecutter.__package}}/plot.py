@@ -23,7 +23,6 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     figure = Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
     axes = None
     for number, (event, name) in enumerate(sorted(panels), start=1):
-        # All panels share the x axis, so that a step of training and of evaluation is at one place.
         axes = figure.add_subplot(rows, COLUMNS, number, sharex=axes, xlabel="step")
         axes.set_title(f"{event}: {name}")
         draw_panel(axes, panels[event, name])

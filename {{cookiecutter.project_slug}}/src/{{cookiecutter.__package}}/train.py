@@ -82,6 +82,7 @@ class Trainer:
                 if log_is_due:
                     self.start_period()
                 step_end = time.perf_counter()
+        # The last checkpoint may still have been written when the loop called prune().
         self.checkpointer.wait()
         self.checkpointer.prune(self.logger.best_steps(self.task))
         if stopped:
