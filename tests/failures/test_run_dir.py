@@ -239,7 +239,7 @@ def test_what_a_crash_of_the_machine_damaged_is_set_aside(bake: Bake, damage: by
     (project / "run" / "checkpoints" / "step-00000009.pt.tmp").write_bytes(bytes(9))
     assert train(project).splitlines() == [
         "run/provenance.json is no JSON object; it is now provenance.json.damaged",
-        "run/metrics.jsonl has a damaged line, of the best checkpoint perhaps; it is now metrics.jsonl.damaged",
+        "run/metrics.jsonl has a damaged line; the best evaluation may be lost; it is now metrics.jsonl.damaged",
     ]
     assert (project / "run/metrics.jsonl.damaged").read_bytes() == damaged
     assert len(read_losses(project / "run")) == STEPS

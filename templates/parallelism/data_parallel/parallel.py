@@ -97,7 +97,7 @@ class Parallel:
         # This creates a state to load into. The groups stay: they hold this run's settings.
         state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
         if not state_dict["state"]:
-            # Plain SGD has none, and PyTorch fails if there is nothing to broadcast.
+            # Only plain SGD still has none, and PyTorch fails if there is nothing to broadcast.
             return
         state_dict["state"] = {} if state is None else state
         # A parameter that never had a gradient has no state, which strict loading rejects.
@@ -124,7 +124,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
             raise UserError(f"{problem}; turn it off")
-        # A wrapper module would recompute forward, too, and change the names of parameters.
+        # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
         # The compiled code includes the recomputation, which is a part of forward by now.

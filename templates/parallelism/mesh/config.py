@@ -5,9 +5,9 @@ class ParallelConfig:
     pipeline: int = 1
     """Number of stages of consecutive blocks; 1: every rank has a part of every block."""
     tensor: int = 1
-    """Number of ranks, best of one machine, that share each layer and read the same samples."""
+    """Number of ranks, ideally on one machine, that share each layer and read the same samples."""
     replicas: int = 1
-    """Number of copies of the model, as one per machine, each sharded over equally many ranks."""
+    """Number of copies of the model, say one per machine, each sharded over equally many ranks."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of local batches per global batch: one for each replica and shard."""
@@ -26,7 +26,7 @@ class ParallelConfig:
                 f"model.heads is {heads}, "
                 f"which does not divide into {self.tensor} shards: give a multiple"
             )
-        # FSDP only reduces gradients that exist, and each local batch may leave out others.
+        # FSDP reduces only gradients that exist: ranks whose batches leave out others would hang.
         if config.train.allow_unused and self.dp_size(world_size) > 1:
             raise UserError(
                 "train.allow_unused needs one local batch: parallel.pipeline x tensor ranks"

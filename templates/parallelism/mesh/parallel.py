@@ -158,7 +158,7 @@ class Parallel:
             output_args=shapes[self.stage_index + 1],
             group=self.pipeline_group,
         )
-        # 1F1B keeps the activations of fewer micro-batches, but needs one for each stage.
+        # 1F1B keeps the activations of fewer micro-batches, but needs at least one per stage.
         schedule: Any = Schedule1F1B if self.microbatches >= num_stages else ScheduleGPipe
         # The losses are parts of the mean already: the schedule need not scale gradients.
         return schedule(stage, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
@@ -181,7 +181,7 @@ class Parallel:
         for block in self.module:
             # No backward follows that would free the gathered weights.
             block.reshard()
-        # Metrics need whole outputs, also if plan.py keeps the logits sharded.
+        # Metrics need whole outputs, even if plan.py keeps the logits sharded.
         outputs = tree_map_only(DTensor, DTensor.full_tensor, self.stage.outputs)
         # The tensor ranks of the last stage have the same outputs: one of them counts.
         return outputs if self.stage.is_last and self.tensor_rank == 0 else None
@@ -201,7 +201,7 @@ class Parallel:
                 counted_shards.append(gradient.to_local())
         # The norm of no gradients would be on the CPU.
         local_norm = nn.utils.get_total_norm(counted_shards).to(self.device)
-        # An all-reduce may add in any order; of gathered norms, all ranks get the same bits.
+        # An all-reduce may add in any order; gathered norms give the same bits on all ranks.
         norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
         dist.all_gather(norms, local_norm)
         # Replicas have equal gradients, and each replica's squares are in the sum.

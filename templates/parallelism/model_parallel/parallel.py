@@ -62,8 +62,8 @@ class Parallel:
 
         A gradient's position in its bucket decides how its sum is rounded. After one backward, DDP
         fills new buckets in the order in which gradients became ready, and keeps these. If it were
-        a step's backward, the first step of each start would be rounded in its own way, and no
-        resumed run bitwise equal to an uninterrupted one. So a backward of the sum of all
+        a step's backward, the first step of each start would be rounded in its own way, and a
+        resumed run would differ from an uninterrupted one. So a backward of the sum of all
         parameters happens here.
         """
         ddp = DistributedDataParallel(
@@ -193,7 +193,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
             raise UserError(f"{problem}; turn it off")
-        # A wrapper module would recompute forward, too, and change the names of parameters.
+        # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
         # The compiled code includes the recomputation, which is a part of forward by now.

@@ -31,7 +31,7 @@ COLUMNS = ("weights", "gradients", "optimizer", "activations", "peak")
 
 def estimate(config: Config, world_size: int, memory: float | None) -> None:
     """Print the memory of a rank, and whether it fits into ``memory`` GiB."""
-    config.train.compile = False
+    config.train.compile = False  # Compiled blocks need about as much memory.
     largest_peak = 0.0
     print(f"{'GiB':9}", *(f"{name:>11}" for name in COLUMNS))
     # DTensor caches process groups, so every rank is simulated in a fresh process.
@@ -51,7 +51,7 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
     if memory is not None:
         fits = "fit" if largest_peak <= memory else "do not fit"
         verdict = f" {fits} into {memory:g}"
-    caveat = "not counted: CUDA, NCCL, fragmentation. Gradients may follow a peak."
+    caveat = "not counted: CUDA, NCCL, fragmentation. The peak may come before all gradients exist."
     print(f"{largest_peak:.4g} GiB{verdict}; {caveat}")
 
 
@@ -68,7 +68,7 @@ class MemoryTracker(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # module.to() moves no parameter that has a weak reference, which the mode would keep.
+        # The mode would keep weak references to parameters, and module.to() cannot move those.
         self.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
         self.storages = WeakSet[Any]()
         self.running_operations = 0
@@ -95,8 +95,8 @@ class MemoryTracker(FakeTensorMode):
             # Python reads a number that is not there: False for a bool, and 1 for what may divide.
             return int(args[0].dtype != torch.bool)
         # Operations on values stay real, and so does arange: a mesh reads its ranks from it.
-        stays_real = len(inputs) > 0 or func.overloadpacket is torch.ops.aten.arange
-        if stays_real and not has_fake_input:
+        is_arange = func.overloadpacket is torch.ops.aten.arange
+        if not has_fake_input and (inputs or is_arange):
             return func(*args, **kwargs)
         # To find a shape, the mode may call this method again: only the outermost call counts.
         self.running_operations += 1
@@ -113,7 +113,8 @@ class MemoryTracker(FakeTensorMode):
         for output in tree_leaves(outputs):
             if isinstance(output, FakeTensor) and output.device.type != "meta":
                 self.storages.add(output.untyped_storage())
-        # Storages are measured again: FSDP2 frees gathered weights by resizing theirs to 0 bytes.
+        # A storage has one Python object as long as it lives. All are measured again, because FSDP2
+        # frees gathered weights by resizing their storages to 0 bytes.
         in_use = sum(storage.nbytes() for storage in self.storages)
         if in_use > self.peak:
             self.peak = in_use
@@ -140,7 +141,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         samples = [train_set[0]] * (config.data.global_batch_size // parallel.dp_size)
         # The samples come from a file and have values. Tensors that are created here have none.
         batch = tree_map_only(Tensor, remove_values, collate_fn(samples))
-        # The optimizer's state begins in a first step, in which DTensor computes shapes, too.
+        # A first step creates the optimizer's state, and lets DTensor compute shapes, clipping too.
         for parameter in parallel.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,6 +1,6 @@
 def is_sharded_by_plan(tensor: Any) -> bool:
     """Return whether ``plan.py`` shards a parameter, or the parameter of a gradient."""
-    # Only what the plan names is on the dimension "tensor", which is the last one of its mesh.
+    # Only what the plan names has "tensor" in its mesh, as the last dimension.
     return "tensor" in tensor.device_mesh.mesh_dim_names and tensor.placements[-1].is_shard()
 
 

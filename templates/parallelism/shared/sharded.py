@@ -29,7 +29,7 @@ class Checkpointer(checkpoint.Checkpointer):
     def __init__(self, config: Config, process: Process) -> None:
         super().__init__(config, process)
         if config.checkpoint.format == "sharded":
-            # The threads' collectives would mix with those of the loop, and they take longer.
+            # In the loop's groups, collectives of the threads would mix with others, and time out.
             self.group = dist.new_group(backend="gloo", timeout=FILE_TIMEOUT)
         self.stager: DefaultStager | None = None
 
@@ -69,9 +69,9 @@ class Checkpointer(checkpoint.Checkpointer):
         if optimizer is None:
             return
         # Hyperparameters are this run's. Strict loading rejects a parameter that has no state.
-        whole = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
+        loaded = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
         options = dsd.StateDictOptions(strict=False)
-        dsd.set_optimizer_state_dict(parallel.module, optimizer, whole, options=options)
+        dsd.set_optimizer_state_dict(parallel.module, optimizer, loaded, options=options)
 
     def save(self, progress: dict[str, int]) -> Path:
         """Copy this rank's shards, and return the path to which a thread writes the copy."""
@@ -99,7 +99,7 @@ class Checkpointer(checkpoint.Checkpointer):
         """Write this rank's shards; the folder gets its final name when all ranks have written."""
         temporary = path.with_suffix(".dcp.tmp")
         try:
-            # The shards are on the CPU. Copying ahead, the default, would only wait for the GPU.
+            # The shards are on the CPU already; the default copies ahead from a GPU, and waits.
             writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
             dcp.save(shards, storage_writer=writer, process_group=self.group)
         except (Exception, dcp.CheckpointException) as error:

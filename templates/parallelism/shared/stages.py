@@ -97,7 +97,7 @@ class Outline:
         return self.shapes[input_shapes]
 
     def run_blocks(self, inputs: Any) -> dict[int, Tensor]:
-        """Run the whole model on the device "meta"; return what ``trace`` does."""
+        """Run the whole model on the device "meta", and return the tensors between its stages."""
         received: dict[int, Tensor] = {0: NUMBER, self.num_stages: NUMBER}
         features = inputs
         with torch.no_grad(), torch.device("meta"):
@@ -140,7 +140,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
             raise UserError(f"{problem}; turn it off")
-        # A wrapper module would recompute forward, too, and change the names of parameters.
+        # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
         # The compiled code includes the recomputation, which is a part of forward by now.
@@ -178,19 +178,19 @@ def load_state_dict(
     module: nn.Module,
     outline: Outline,
     process: Process,
-    model: Any,
+    model_state: Any,
     optimizer: Optimizer | None,
-    state: Any,
+    optimizer_state: Any,
 ) -> None:
     """Load this rank's part of rank 0's weights and, with an optimizer, its state; a collective."""
     local_names = set(module.state_dict())
     local_model = dict[str, Any]()
     local_state = dict[str, Any]()
-    if state is None:
-        state = {}
+    if optimizer_state is None:
+        optimizer_state = {}
     # Rank 0 sends one parameter after the other, so that no other rank holds the whole model.
-    for name in process.all_gather(list(model))[0]:
-        entry = [model.get(name), state.get(name)]
+    for name in process.all_gather(list(model_state))[0]:
+        entry = [model_state.get(name), optimizer_state.get(name)]
         dist.broadcast_object_list(entry, 0, process.cpu_group)
         # A name that no stage has stays, so that PyTorch rejects it below.
         if name in local_names or name not in outline.state_names:

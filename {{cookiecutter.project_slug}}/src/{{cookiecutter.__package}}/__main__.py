@@ -17,7 +17,7 @@ from .config import CheckpointConfig, Config, UserError
 
 # The file is missing in an installed package, whose defaults are those of config.py.
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "default.yaml"
-READ_A_CHECKPOINT = {
+CHECKPOINT_COMMANDS = {
     "evaluate",
     "export",
     #:: if file("task", "generate.py") ::#
@@ -99,7 +99,7 @@ def add_checkpoint(command: ArgumentParser) -> None:
 
 def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
     """Return the subcommand, the settings, and the other options."""
-    # A file changes the parser's defaults, to which options are preferred wherever --config stands.
+    # --config is read first, as defaults: options count more, even those that stand before it.
     early_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early_parser.add_argument("--config", action="append", default=[])
     early_options, other_words = early_parser.parse_known_args(words)
@@ -182,7 +182,7 @@ def check_writable(run_dir: str) -> None:
 
 def check(subcommand: str, config: Config, options: Namespace) -> None:
     """Find the checkpoint, and reject what cannot work, before PyTorch is imported."""
-    if subcommand in READ_A_CHECKPOINT:
+    if subcommand in CHECKPOINT_COMMANDS:
         options.checkpoint = find_checkpoint(str(options.checkpoint))
     if subcommand == "train":
         check_writable(config.run.dir)
@@ -192,7 +192,7 @@ def check(subcommand: str, config: Config, options: Namespace) -> None:
         return
     #:: endif ::#
     if subcommand not in ("export", "plot"):
-        # The rendezvous rejects a number of ranks that is none, and names the variable.
+        # If WORLD_SIZE is no number, the rendezvous rejects it, and names the variable.
         world_size = os.environ.get("WORLD_SIZE", "")
         num_ranks = int(world_size) if world_size.isdigit() else 1
         config.check(num_ranks, trains=subcommand == "train")

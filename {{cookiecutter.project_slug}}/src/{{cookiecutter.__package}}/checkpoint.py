@@ -59,12 +59,12 @@ class Checkpointer:
         self.initial_content = read_on_main(self.read_initial_content, process)
         # A thread writes while training continues; `with writer` waits for it even after a failure.
         self.writer = ThreadPoolExecutor(max_workers=1)
-        # The save that goes on, or that has ended without its error having been looked at.
+        # The save that goes on, or one that has ended and whose error was not read yet.
         self.pending: Future[None] | None = None
 
     def read_initial_content(self) -> dict[str, Any]:
         """Return a checkpoint to resume from, or initial weights, or an empty dictionary."""
-        # A link to a disk that is not mounted is an error here, and not an empty folder.
+        # mkdir fails at a link to an unmounted disk, where the run would otherwise start anew.
         self.folder.mkdir(parents=True, exist_ok=True)
         files.lock_run_dir(self.folder.parent)
         for leftover in self.folder.glob("*.tmp"):
@@ -128,7 +128,7 @@ class Checkpointer:
             "model": content.pop("model", {}),
             "optimizer": content.pop("optimizer", {}),
         }
-        # PyTorch sends bytes as they lie in memory: channels_last would arrive permuted.
+        # load_full_state_dict sends raw memory: channels_last would arrive permuted.
         state = tree_map_only(Tensor, Tensor.contiguous, state)
         parallel.load_full_state_dict(state["model"], optimizer, state["optimizer"].get("state"))
 
@@ -183,7 +183,7 @@ class Checkpointer:
         return path
 
     def begin_save(self, progress: dict[str, int]) -> dict[str, Any]:
-        """Wait for the previous save, check the weights, and return what all ranks have alike."""
+        """Wait for the previous save, check the weights, and return what is equal on all ranks."""
         self.wait_for_writers()
         self.report_failed_save()
         self.parallel.average_buffers()
@@ -200,9 +200,9 @@ class Checkpointer:
         return {"progress": progress, "config": self.settings, "scaler": scaler_state}
 
     def write(self, content: dict[str, Any], path: Path) -> None:
-        """Write a checkpoint, and check of a run's first one that it can be read."""
+        """Write a checkpoint, and check that a run's first one can be read."""
         files.write_atomically(path, lambda file: torch.save(content, file))
-        # torch.save accepts what weights_only rejects, such as NumPy's numbers: this tells at once.
+        # torch.save accepts what weights_only rejects, such as NumPy's numbers: reading shows it.
         if files.list_checkpoints(self.folder) == [path]:
             files.read(path)
 
@@ -220,7 +220,7 @@ class Checkpointer:
             getLogger(__name__).error(f"error: {error}; the run continues and saves again when due")
 
     def wait_for_writers(self) -> None:
-        """Wait until no rank writes a checkpoint, without a look at the writers' errors."""
+        """Wait until no rank writes a checkpoint; errors of the writers are left for later."""
 
         def wait_for_thread() -> None:
             if self.pending is not None:
@@ -262,7 +262,7 @@ def export(path: Path, output: Path) -> None:
     """Write a checkpoint's weights to a .safetensors file, with the settings in its metadata."""
     weights = {}
     for name, value in files.read_weights(path).items():
-        # The format accepts only contiguous tensors, and none that share memory as tied ones do.
+        # The format rejects tensors that are not contiguous, or share memory, as tied ones do.
         weights[name] = value.clone(memory_format=torch.contiguous_format)
     metadata = {"config": json.dumps(files.read(path).get("config"))}
     content = safetensors.torch.save(weights, metadata)

@@ -181,7 +181,7 @@ class Config:
 
 
 def check_value(name: str, value: Any, default: Any) -> None:
-    """Reject an empty text, and a number that is not positive; zero is allowed as the default."""
+    """Reject an empty text, and a number that is not positive; zero may be the default."""
     if value == "":
         raise UserError(f"{name} is {value!r}; give a text")
     # Not isinstance(): a bool is an int, too.

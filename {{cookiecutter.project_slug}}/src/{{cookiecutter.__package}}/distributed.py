@@ -76,7 +76,7 @@ def rendezvous(config: Config) -> Process:
     init_method = config.distributed.init_method
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
     if init_method != "env://":
-        # This variable says that the launcher holds the store. It holds none at another address.
+        # With this variable, ranks would be clients of a store that the launcher does not hold.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     try:
         rank = int(os.environ["RANK"])
@@ -114,7 +114,7 @@ def setup(config: Config, process: Process) -> None:
     # NCCL ends a process that waits too long, before Python can print anything. So the gloo group
     # gives up first, and failures.py finds out which ranks are silent.
     group_timeout = timeout if backend == "gloo" else 2 * timeout
-    # PyTorch reads these when it creates a group. init_device_mesh has no argument for a timeout.
+    # An argument would not do: init_device_mesh creates groups, too, and takes only these.
     distributed_c10d.default_pg_timeout = group_timeout
     distributed_c10d.default_pg_nccl_timeout = group_timeout
     dist.init_process_group(
@@ -134,7 +134,7 @@ def choose_device(config: Config) -> torch.device:
         return CPU
     if accelerator.type == "mps" and "RANK" in os.environ:
         return CPU  # No backend sends tensors of Apple's GPU.
-    devices_per_rank = getattr(config.parallel, "devices", 1)
+    devices_per_rank = getattr(config.parallel, "devices", 1)  # Some strategies use several.
     first_device = int(os.environ.get("LOCAL_RANK", "0")) * devices_per_rank
     num_devices = torch.accelerator.device_count()
     if config.distributed.backend == "gloo":
@@ -158,7 +158,7 @@ def choose_algorithms(exact: bool) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(exact)
     # PyTorch would then also fill all new memory, which takes time.
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (mypy)
     torch.backends.cuda.matmul.allow_tf32 = not exact
     torch.backends.cudnn.allow_tf32 = not exact
     # A benchmark may choose other algorithms in every run.
@@ -223,11 +223,11 @@ class StopSignal:
             return False
         received = self.process.rank == 0 and self.process.store.check(["stop"])
         seconds = max(time.monotonic() - self.last_check, 1e-6)
-        next_interval = CHECK_SECONDS * self.steps_since_check / seconds
+        steps_until_check = CHECK_SECONDS * self.steps_since_check / seconds
         # Rank 0 does not wait in a broadcast: only a barrier times out on all ranks if one hangs.
         dist.barrier(group=self.process.cpu_group)
         # Rank 0 decides for all, in one message of two numbers.
-        decision = torch.tensor([float(received), next_interval])
+        decision = torch.tensor([float(received), steps_until_check])
         dist.broadcast(decision, 0, group=self.process.cpu_group)
         received, self.steps_between_checks = decision.tolist()
         self.steps_since_check = 0

@@ -82,7 +82,7 @@ class Evaluator:
     def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Merge the metrics of all ranks, and aggregate them."""
         parts = [part for part in parts if len(part["index"]) > 0]
-        # Sums of floats depend on their order. The dataset's is the same for any number of ranks.
+        # Sums of floats depend on their order; the dataset's is the same on any number of ranks.
         order = np.argsort(np.concatenate([part["index"] for part in parts]))
         merged = {}
         for name in parts[0]:

@@ -30,7 +30,7 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
 
 
 def check_datasets(datasets: Any, process: Process) -> None:
-    """Reject what are not three sets of the same lengths on all ranks."""
+    """Reject all but three sets whose lengths agree on all ranks."""
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         page = "docs/recipes/stream.md of ddp-template"
         raise UserError(f"an IterableDataset has no length; see {page}")
@@ -59,7 +59,7 @@ def build_task(config: Config, device: torch.device) -> Task:
 def load_experiment(
     path: str, config: Config, given: set[str], process: Process
 ) -> tuple[Task, Parallel, Any, int]:
-    """Return task, model, test set and step of a checkpoint; settings that are ``given`` hold."""
+    """Return task, model, test set and step of a checkpoint; settings ``given`` override its."""
     content = read_on_main(lambda: Parallel.checkpointer.read(Path(path)), process)
     if "config" not in content:
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")

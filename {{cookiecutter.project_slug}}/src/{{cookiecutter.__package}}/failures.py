@@ -46,7 +46,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
         reason, prints = answer.result(timeout=4 * REPORT_SECONDS)
     except (RuntimeError, TimeoutError):
         reason = "no report from rank 0: dead, or cut off"
-        # Ranks cannot agree on one that prints: at most eight do, however many there are.
+        # Without the store, ranks cannot agree on which one prints: at most eight do.
         prints = process.rank % math.ceil(process.world_size / 8) == 0
     if waited:
         # A traceback would only show where this rank waited: print one line instead.
@@ -127,7 +127,7 @@ def report_silent_ranks(description: str, process: Process) -> tuple[str, bool]:
         reason = store.get("failure").decode()
     else:
         reason = f"a rank died or left ({description[:200]})"
-    return reason, process.rank == 0 or 0 in silent_ranks
+    return reason, process.rank == 0 or 0 in silent_ranks  # The searching rank stands in.
 
 
 def wait_for_reason(process: Process, seconds: float) -> None:

@@ -87,7 +87,7 @@ def digest_files(files: dict[str, str]) -> dict[str, str]:
 
 
 def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
-    """Write a text, or what ``content(file)`` writes, completely or not at all, at any crash."""
+    """Write a text, or what ``content(file)`` writes, completely or not at all, even in a crash."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:

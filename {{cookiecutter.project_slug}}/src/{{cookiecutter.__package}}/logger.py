@@ -68,7 +68,7 @@ class Logger:
             repeated = sorted(record.keys() & part.keys())
             if repeated:
                 reason = f"a record has two numbers of one name, {repeated[0]}"
-                raise UserError(f"{reason}; rename the one of task.py")
+                raise UserError(f"{reason}; rename the one in task.py")
             record.update(part)
         # A run whose run.dir was removed ends here, because the file cannot be opened.
         with open(self.run_dir / "metrics.jsonl", "a") as file:
@@ -143,7 +143,7 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
         except (LookupError, RecursionError, TypeError, ValueError):
             is_damaged = True
     if is_damaged:
-        reason = f"{path} has a damaged line, of the best checkpoint perhaps"
+        reason = f"{path} has a damaged line; the best evaluation may be lost"
         set_aside(path, reason, move=shutil.copy)
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     return records

@@ -65,7 +65,7 @@ def draw_panel(axes: Any, panel: dict[tuple[str, int], Any]) -> None:
         window = 1 + len(points) // 20
         means = table.unfold(0, window, 1).mean(dim=2)  # Shape (points - window + 1, 2).
         axes.plot(*means.T, color=color)
-    # A linear axis would show the small ones of values that span powers of ten as 0.
+    # On a linear axis, small values would look like 0 where values span powers of ten.
     lowest, highest = axes.dataLim.intervaly
     if lowest > 0 and highest > 100 * lowest:
         axes.set_yscale("log")

@@ -158,7 +158,7 @@ class Trainer:
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
-        """Record the last step, and check all since the last record; only here, the loop waits."""
+        """Record the last step, and check all since the last record: the loop's only wait."""
         steps = self.losses.average(self.unlogged_steps)
         self.check_finite(steps)
         seconds = time.perf_counter() - self.period_start
@@ -193,7 +193,7 @@ class Trainer:
                 raise UserError(f"step {step} has {numbers}; {advice}")
 
     def save(self) -> None:
-        """Save a checkpoint, which a thread writes after the seconds that are printed."""
+        """Save a checkpoint, and print how long the copy took; a thread writes it."""
         start = time.perf_counter()
         epoch, consumed_samples = self.sampler.position(self.step)
         progress = {"step": self.step, "epoch": epoch, "samples": consumed_samples}
