@@ -35,7 +35,7 @@ def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -
         optimizer_state = content.get("optimizer", {}).get("state", {})
         header = {"parameters_with_state": set(optimizer_state)}
         for name, part in content.items():
-            # A sharded checkpoint is read without its optimizer, but has this key itself.
+            # A sharded checkpoint has no "optimizer" here, but its own "parameters_with_state".
             if name not in ("model", "optimizer"):
                 header[name] = part
         return header

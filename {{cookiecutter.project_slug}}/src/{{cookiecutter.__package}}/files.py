@@ -127,7 +127,7 @@ def set_aside(path: Path, reason: str, move: Callable[[Path, str], object] = os.
 
 def lock_run_dir(run_dir: Path) -> None:
     """Keep other runs out of ``run_dir`` until this process ends, even if it is killed."""
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # It stays open.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -14,7 +14,6 @@ COLUMNS = 3
 
 def plot(run_dirs: Sequence[str], output: str) -> None:
     """Draw the records of runs into a picture: a panel for each number, a color for each run."""
-    # Importing matplotlib takes a second, for which other commands should not wait.
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
