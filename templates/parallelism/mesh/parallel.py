@@ -101,12 +101,12 @@ class Parallel:
         stages = iter(stage_of_block)
 
         def wrap(block: nn.Module) -> nn.Module:
-            # Every rank draws all weights, so that they are the same on any number of ranks.
+            # Blocks come in the model's order. Every rank draws all weights, so they are the same.
             stage_index = next(stages)
             if stage_index != self.stage_index:
                 return block.to("meta")
             block.to(self.device)
-            # The order matters: FSDP's hooks gather weights before forward, recomputed or not.
+            # FSDP is last: it shards the plan's DTensors, and its hooks stay outside recomputation.
             shard_layers(block, self.tensor_mesh)
             prepare_block(block, config)
             shard(block, shard_placement_fn=choose_placement)
@@ -121,7 +121,7 @@ class Parallel:
         # A schedule delays the scattering of gradients only if the whole stage is an FSDP module.
         shard(self.stage)
 
-    # F.cross_entropy and its backward accept logits that plan.py keeps sharded over the classes.
+    # A plan may leave logits sharded over the classes, for F.cross_entropy and its backward.
     @loss_parallel()
     def forward_backward(
         self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]

@@ -141,7 +141,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         samples = [train_set[0]] * (config.data.global_batch_size // parallel.dp_size)
         # The samples come from a file and have values. Tensors that are created here have none.
         batch = tree_map_only(Tensor, remove_values, collate_fn(samples))
-        # A first step creates the optimizer's state, and lets DTensor compute shapes, clipping too.
+        # A first step creates the optimizer's state, and DTensor runs new operations whole once.
         for parameter in parallel.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
