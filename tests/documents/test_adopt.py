@@ -96,7 +96,7 @@ def test_a_wrong_edit_is_named(bake: Bake, fault: str) -> None:
         path = project / "src" / "my_experiment" / file
         path.write_text(replace(path.read_text(), changes))
     record(project, script)
-    assert f"Failed: {sentence}" in check(project, code=1)
+    assert f"AssertionError: {sentence}" in check(project, code=1)
     assert sentence in PAGE
 
 

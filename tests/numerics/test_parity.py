@@ -204,7 +204,7 @@ def test_a_mesh_of_several_dimensions_matches_a_plain_loop(
 
 
 # The line of plan.py, and a print.
-LOSSES = '        loss = F.cross_entropy('
+LOSSES = "        loss = F.cross_entropy("
 SHAPES = "        print(f'{outputs.to_local().shape[-1]} of {outputs.shape[-1]} logits\\n', end='')\n"
 SPLIT_LOSSES = LETTERS | {
     ("plan.py", "output_layouts=Replicate())}"): "use_local_output=False)}",

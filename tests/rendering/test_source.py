@@ -82,7 +82,10 @@ def test_pages_state_the_numbers_of_the_code() -> None:
     """Exit codes, which the project's tests compare with those of a run; the longest slug; the group of packages."""
     readme, makefile = ((TREE / name).read_text() for name in ("README.md", "Makefile"))
     codes = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    assert "Ctrl-C, SIGTERM or SIGUSR1 saves and stops the run; the launcher's exit code is {}, {} or {}. ".format(*codes) in readme
+    assert (
+        "Ctrl-C, SIGTERM or SIGUSR1 saves and stops the run; the launcher's exit code is {}, {} or {}. ".format(*codes)
+        in readme
+    )
     assert f"; at most {check_answers.SLUG_LIMIT} characters |" in (TEMPLATE / "docs" / "questions.md").read_text()
     groups = re.findall(r"^\[dependency-groups\]\n(\w+) = ", (TREE / "pyproject.toml").read_text(), re.MULTILINE)
     assert groups == re.findall(r"--group (\w+)", makefile) == ["dev"]  # What uv installs, too.
