@@ -187,6 +187,16 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     assert not read_records(project / "run", "train")
 
 
+def test_a_mistake_that_a_loader_process_finds_is_one_line(bake: Bake) -> None:
+    """The error that PyTorch passes on has the traceback of the process as its message."""
+    project = bake()
+    labels = ("dataset.py", "        return image, self.labels[index]\n")
+    edit(project, {("dataset.py", "from .config import Config\n"): "from .config import Config, UserError\n"})
+    edit(project, {labels: "        raise UserError(f'image {index} has no label')\n"})
+    err = launch(project, *SMALL, *WORKERS, "--run.dir", "run", code=1).stderr
+    assert re.search(r"^error: image \d+ has no label$", err, re.MULTILINE), err
+
+
 ASK = """
 import pickle
 import torch, torch.distributed as dist

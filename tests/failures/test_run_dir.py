@@ -337,8 +337,12 @@ def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
         launch(project, "export", "--checkpoint", file, "--output", "weights.safetensors")
         weights = load_file(project / "weights.safetensors")
         assert weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
+    (project / "lost" / "checkpoints").mkdir(parents=True)
+    (project / "lost" / "checkpoints" / "best").write_text("step-00000001.pt")  # Which is not there.
     no_run, no_folder = ["src", "--output", "a.safetensors"], [newest, "--output", "README.md/a.safetensors"]
-    for words, named in ((no_run, "a run.dir with a best one"), (no_folder, "README.md")):
+    no_best = ["lost", "--output", "a.safetensors"]
+    named_by = ((no_run, "a run.dir with a best one"), (no_best, "a run.dir with a best one"), (no_folder, "README.md"))
+    for words, named in named_by:
         error = launch(project, "export", "--checkpoint", *words, code=2).stderr
         assert error.startswith("error: ") and error.count("\n") == 1 and named in error, error
     launch(project, "plot", "--runs", "[run]", "--output", "curves.png")

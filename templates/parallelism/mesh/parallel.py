@@ -137,7 +137,7 @@ class Parallel:
         torch.manual_seed(torch.initial_seed() + self.stage_index)
         self.mean_loss = mean_loss
         self.remaining_targets = [targets for _, targets in microbatches]
-        # A schedule passes on one tensor, but inputs and targets may be nested: it gets numbers.
+        # Inputs and targets may be nested, so a schedule gets the numbers of micro-batches.
         numbers = torch.arange(self.microbatches, device=self.device)
         arguments = list[Tensor]()
         if self.stage_index == 0:
@@ -213,7 +213,7 @@ class Parallel:
         return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        """Average BatchNorm's statistics over data-parallel ranks, and reject copies that drift."""
         self.check_copies()
         # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():

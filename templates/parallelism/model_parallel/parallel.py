@@ -61,10 +61,10 @@ class Parallel:
         """Wrap the module in DDP, and fix which gradients DDP adds up together in a bucket.
 
         A gradient's position in its bucket decides how its sum is rounded. After one backward, DDP
-        fills new buckets in the order in which gradients became ready, and keeps these. If it were
-        a step's backward, the first step of each start would be rounded in its own way, and a
-        resumed run would differ from an uninterrupted one. So a backward of the sum of all
-        parameters happens here.
+        fills new buckets in the order in which gradients became ready, and keeps these, unless it
+        looks for unused parameters. If it were a step's backward, the first step of each start
+        would be rounded in its own way, and a resumed run differ from an uninterrupted one. So a
+        backward of the sum of all parameters happens here.
         """
         ddp = DistributedDataParallel(
             self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True

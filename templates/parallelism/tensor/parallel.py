@@ -183,7 +183,7 @@ class Parallel:
         return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        """Average BatchNorm's statistics over data-parallel ranks, and reject copies that drift."""
         self.check_copies()
         # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():

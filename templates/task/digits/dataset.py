@@ -50,6 +50,5 @@ def build_datasets(config: Config) -> tuple[Any, Any, Any]:
     # PyTorch's global generator was seeded with run.seed before, so all ranks draw the same order.
     order = torch.randperm(len(augmented)).tolist()
     train_set = Subset(augmented, order[VALIDATION:])
-    # Only training images are shifted.
     validation_set = Subset(Digits("train"), order[:VALIDATION])
     return train_set, validation_set, Digits("test")

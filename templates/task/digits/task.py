@@ -26,7 +26,7 @@ class Task:
         return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return sums by name, of logits (batch, classes) and labels (batch,); one is ``loss``."""
+        """Return sums by name, of (batch, classes) logits and labels; only ``loss`` is trained."""
         # Losses are computed in fp32, even if the model computes in bf16 or fp16.
         return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
 

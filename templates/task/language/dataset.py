@@ -48,7 +48,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = index * self.context
         tokens = self.tokens[start : start + self.context + 1]
-        # An embedding takes int64, while a file may hold uint16.
         window = torch.from_numpy(tokens.astype(np.int64))
         # A document does not tell how the next one begins: F.cross_entropy ignores the target -100.
         is_end = window[:-1] == self.end

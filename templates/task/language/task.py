@@ -43,7 +43,7 @@ class Task:
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums by name, of logits (batch, time, vocabulary) and targets (batch, time).
 
-        ``loss`` is minimized, and all are logged. A target of -100 is none.
+        Only ``loss`` is trained, and all are logged. A target of -100 is none.
         """
         # Losses are computed in fp32, even if the model computes in bf16 or fp16.
         logits = outputs.float().flatten(0, 1)

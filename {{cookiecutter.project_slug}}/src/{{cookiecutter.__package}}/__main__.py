@@ -30,7 +30,6 @@ MISTAKES = (UserError, argparse.ArgumentError, yaml.YAMLError, RecursionError, O
 
 def build_parser(config_files: list[str]) -> ArgumentParser:
     """Build the parser of all subcommands; the values in ``config_files`` become its defaults."""
-    # A mistake raises an ArgumentError, which main() prints as one line.
     parser = ArgumentParser(prog=__package__, exit_on_error=False, allow_abbrev=False)
     add_subcommand = parser.add_subcommands(required=True, dest="command").add_subcommand
 
@@ -152,10 +151,9 @@ def check_mapping(node: yaml.Node, location: str) -> None:
 
 def find_checkpoint(path: str) -> str:
     """Return the path of a checkpoint: of a run.dir, its best one."""
-    # The file holds the name of a checkpoint in its own folder.
     best_file = Path(path, "checkpoints", "best")
     if best_file.exists():
-        return str(best_file.with_name(best_file.read_text()))
+        path = str(best_file.with_name(best_file.read_text()))
     # A sharded checkpoint is a folder, as torch.distributed.checkpoint writes it.
     is_sharded = Path(path, ".metadata").is_file()
     if not is_sharded and not Path(path).is_file():

@@ -153,9 +153,6 @@ class Config:
             defaults = type(settings)()
             for name, value in vars(settings).items():
                 check_value(f"{section}.{name}", value, getattr(defaults, name))
-            # Not every section has settings that depend on each other.
-            if hasattr(settings, "check"):
-                settings.check(self, world_size)
         paths = self.files()
         if not trains:
             # A checkpoint has the weights; the file that they started from may be gone.
@@ -165,11 +162,14 @@ class Config:
         for name, path in paths.items():
             if not Path(path).exists():
                 raise UserError(f"{name} is {path}: no such file")
-        # check_value looks at numbers and texts, and this is a list.
         if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
             raise UserError(
                 f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1"
             )
+        for settings in vars(self).values():
+            # Not every section has settings that depend on each other.
+            if hasattr(settings, "check"):
+                settings.check(self, world_size)
         # Every local batch has an equal part of the samples, and so has each of its micro-batches.
         batch_size = self.data.global_batch_size
         divisor = self.parallel.dp_size(world_size) * self.train.microbatches

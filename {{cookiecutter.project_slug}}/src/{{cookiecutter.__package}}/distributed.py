@@ -114,7 +114,7 @@ def setup(config: Config, process: Process) -> None:
     # NCCL ends a process that waits too long, before Python can print anything. So the gloo group
     # gives up first, and failures.py finds out which ranks are silent.
     group_timeout = timeout if backend == "gloo" else 2 * timeout
-    # An argument would not do: init_device_mesh creates groups, too, and takes only these.
+    # An argument would not do: init_device_mesh creates groups, too, and has no plain one.
     distributed_c10d.default_pg_timeout = group_timeout
     distributed_c10d.default_pg_nccl_timeout = group_timeout
     dist.init_process_group(
@@ -226,7 +226,6 @@ class StopSignal:
         steps_until_check = CHECK_SECONDS * self.steps_since_check / seconds
         # Rank 0 does not wait in a broadcast: only a barrier times out on all ranks if one hangs.
         dist.barrier(group=self.process.cpu_group)
-        # Rank 0 decides for all, in one message of two numbers.
         decision = torch.tensor([float(received), steps_until_check])
         dist.broadcast(decision, 0, group=self.process.cpu_group)
         received, self.steps_between_checks = decision.tolist()

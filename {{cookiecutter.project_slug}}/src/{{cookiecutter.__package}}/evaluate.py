@@ -87,8 +87,8 @@ class Evaluator:
         merged = {}
         for name in parts[0]:
             merged[name] = np.concatenate([part[name] for part in parts])[order]
-        # JSON knows neither the numbers of NumPy and PyTorch, nor those that are not finite.
         aggregated = self.task.aggregate(merged)
+        # JSON knows neither the numbers of NumPy and PyTorch, nor those that are not finite.
         try:
             text = json.dumps(aggregated, default=lambda array: array.tolist())
         except (AttributeError, TypeError, ValueError) as error:

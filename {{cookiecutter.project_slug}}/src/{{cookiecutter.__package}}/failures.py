@@ -24,6 +24,8 @@ MISTAKE_PHRASES = (
     "not require grad",  # The loss depends on no parameter that is trained.
     "finished reduction",  # Only some micro-batches of a step use a parameter.
     "non-contiguous parameters",  # A parameter with strides of its own cannot be sharded.
+    "uneven sharding on dim",  # A parameter's width does not divide into as many shards.
+    "have NCCL",  # This build of PyTorch has no such backend.
 )
 # Ranks whose wait times out do so within this time of each other.
 REPORT_SECONDS = 3.0
@@ -52,10 +54,9 @@ def fail(error: Exception, process: Process) -> NoReturn:
         # A traceback would only show where this rank waited: print one line instead.
         error = UserError(f"rank {process.rank} waited in vain: {reason}")
     if prints:
-        # Nobody may read the output any more.
-        with suppress(OSError):
+        with suppress(OSError):  # Nobody may read the output any more.
             if isinstance(error, UserError):
-                print("error:", " ".join(str(error).split())[:2000], file=sys.stderr)
+                print("error:", describe(error).partition("UserError: ")[2][:2000], file=sys.stderr)
             else:
                 traceback.print_exception(error)
     exit_now(2 if "failed with UserError" in reason else 1)
@@ -78,9 +79,13 @@ def is_about_another_rank(error: Exception) -> bool:
     """Return whether this rank only waited for another one: in the store, by gloo or by NCCL."""
     # Some collectives run inside code of PyTorch that wraps every error in one of its own.
     original = error.__cause__ or error
-    if isinstance(original, dist.DistError):
+    if isinstance(error, dist.DistError) or isinstance(original, dist.DistError):
         return True
-    is_from_gloo = any(phrase in str(original) for phrase in GLOO_PHRASES)
+    message = str(original)
+    if "Traceback (most recent call last)" in message:
+        # A loader process sends its traceback as text, whose paths may look like gloo's.
+        return False
+    is_from_gloo = any(phrase in message for phrase in GLOO_PHRASES)
     return is_from_gloo and isinstance(original, RuntimeError)
 
 
@@ -123,10 +128,9 @@ def report_silent_ranks(description: str, process: Process) -> tuple[str, bool]:
         names = ", ".join(map(str, silent_ranks))
         reason = f"no report from rank(s) {names}, which died, hang or are late"
         store.compare_set("failure", "", f"{reason} ({description[:200]})")
+    reason = f"a rank died or left ({description[:200]})"
     if store.check(["failure"]):
         reason = store.get("failure").decode()
-    else:
-        reason = f"a rank died or left ({description[:200]})"
     return reason, process.rank == 0 or 0 in silent_ranks  # The searching rank stands in.
 
 

@@ -86,7 +86,6 @@ class Loader(DataLoader[Any]):
         try:
             return super().__iter__()
         except (AttributeError, PicklingError, TypeError) as error:
-            # Python raises one of these for a lambda, say, or an open file.
             problem = "the dataset and collate_fn cannot be pickled"
             raise UserError(f"data.num_workers: {problem}: {error}") from None
         finally:

@@ -70,7 +70,6 @@ class Logger:
                 reason = f"a record has two numbers of one name, {repeated[0]}"
                 raise UserError(f"{reason}; rename the one in task.py")
             record.update(part)
-        # A run whose run.dir was removed ends here, because the file cannot be opened.
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
         self.print(self.format_record(record))

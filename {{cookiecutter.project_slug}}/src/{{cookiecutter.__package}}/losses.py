@@ -65,7 +65,9 @@ class MeanLosses:
     def average(self, steps: list[dict[str, Any]]) -> list[dict[str, float]]:
         """Average losses and gradient norms of ``steps`` over ranks; waits for the device."""
         # Under some strategies, only some ranks have outputs: dictionaries of others are empty.
-        names = self.names or self.process.store.get("losses").decode().split("\n")
+        names = self.names
+        if not names:
+            names = self.process.store.get("losses").decode().split("\n")
         columns = [*names, "grad_norm"]
         rows = []
         for numbers in steps:

@@ -42,7 +42,9 @@ class Trainer:
         self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
         # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
-        self.total_steps = min(self.scheduled_steps, config.train.max_steps or self.scheduled_steps)
+        self.total_steps = self.scheduled_steps
+        if config.train.max_steps is not None:
+            self.total_steps = min(self.scheduled_steps, config.train.max_steps)
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
         set_sizes = [len(dataset) for dataset in datasets]
         # The number of steps that the run has taken, in all its starts.
@@ -58,8 +60,8 @@ class Trainer:
         with self.checkpointer.writer, profile_steps(self.config, self.process) as profiler:
             for batch in self.batches():
                 self.data_seconds += time.perf_counter() - step_end
-                inputs, targets = to_device(batch, self.process.device)
-                self.unlogged_steps.append(self.train_step(inputs, targets))
+                # Nothing else refers to the copy on the device: its memory is free after the step.
+                self.unlogged_steps.append(self.train_step(*to_device(batch, self.process.device)))
                 self.step += 1
                 if profiler:
                     profiler.step()
@@ -136,13 +138,11 @@ class Trainer:
 
     def check_gradients(self) -> None:
         """Reject parameters that the loss does not depend on."""
-        if self.config.train.allow_unused:
-            return
-        unused = []
-        for name, parameter in self.parallel.module.named_parameters():
-            if parameter in self.checkpointer.trained_parameters and parameter.grad is None:
-                unused.append(name)
-        if unused:
+        trained = self.checkpointer.trained_parameters
+        missing = {parameter for parameter in trained if parameter.grad is None}
+        if missing and not self.config.train.allow_unused:
+            names = self.parallel.module.named_parameters()
+            unused = [name for name, parameter in names if parameter in missing]
             problem = f"the loss does not depend on {unused[:5]}"
             raise UserError(f"{problem}; use or freeze them, or set train.allow_unused")
 
