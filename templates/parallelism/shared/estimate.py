@@ -94,7 +94,8 @@ class MemoryTracker(FakeTensorMode):
         if has_fake_input and func.overloadpacket is torch.ops.aten._local_scalar_dense:
             # Python reads a number that is not there: False for a bool, and 1 for what may divide.
             return int(args[0].dtype != torch.bool)
-        # Operations on values stay real, and so does arange: a mesh reads its ranks from it.
+        # Operations on values stay real, and so does arange: a mesh reads its ranks from it. One on
+        # a DTensor is passed on, and comes back as an operation on its shards, which are fake.
         is_arange = func.overloadpacket is torch.ops.aten.arange
         if not has_fake_input and (inputs or is_arange):
             return func(*args, **kwargs)
@@ -113,8 +114,7 @@ class MemoryTracker(FakeTensorMode):
         for output in tree_leaves(outputs):
             if isinstance(output, FakeTensor) and output.device.type != "meta":
                 self.storages.add(output.untyped_storage())
-        # A storage has one Python object as long as it lives. All are measured again, because FSDP2
-        # frees gathered weights by resizing their storages to 0 bytes.
+        # All are measured again: FSDP2 frees gathered weights by resizing a storage to 0 bytes.
         in_use = sum(storage.nbytes() for storage in self.storages)
         if in_use > self.peak:
             self.peak = in_use
@@ -141,7 +141,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         samples = [train_set[0]] * (config.data.global_batch_size // parallel.dp_size)
         # The samples come from a file and have values. Tensors that are created here have none.
         batch = tree_map_only(Tensor, remove_values, collate_fn(samples))
-        # A first step creates the optimizer's state, and DTensor runs new operations whole once.
+        # A first step creates the optimizer's state, and DTensor learns shapes from whole tensors.
         for parameter in parallel.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

@@ -74,12 +74,12 @@ class Checkpointer(checkpoint.Checkpointer):
         dsd.set_optimizer_state_dict(parallel.module, optimizer, loaded, options=options)
 
     def save(self, progress: dict[str, int]) -> Path:
-        """Copy this rank's shards, and return the path to which a thread writes the copy."""
+        """Copy this rank's shards, wait for them, and return the path that a thread writes to."""
         if self.config.checkpoint.format == "full":
             return super().save(progress)
         header = json.dumps(self.begin_save(progress))
         path = self.folder / f"step-{progress['step']:08d}.dcp"
-        # A stager copies to buffers on the CPU that it reuses; before PyTorch 2.13, it works once.
+        # A stager reuses its buffers on the CPU for the next save, which fails before PyTorch 2.13.
         if self.stager is None or torch.__version__ < "2.13":
             is_cuda = self.process.device.type == "cuda"
             options = StagingOptions(

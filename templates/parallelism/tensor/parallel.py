@@ -200,7 +200,7 @@ class Parallel:
                 norms[self.dp_rank, name] = shard.to_local().norm().item()
         for other_norms in self.process.all_gather(norms):
             for (dp_rank, name), other_norm in other_norms.items():
-                # Ranks with another dp_rank hold other shards, which cannot be compared.
+                # Shards of other dp_ranks cannot be compared. The rank with the larger norm raises.
                 norm = norms.get((dp_rank, name), other_norm)
                 if norm > 1.0001 * other_norm:
                     advice = "plan it in plan.py, or set train.exact"

@@ -136,7 +136,7 @@ class Checkpointer:
         """Undo what loading has changed in the optimizer's state beyond its values."""
         for name, parameter in self.parallel.module.named_parameters():
             if name not in self.initial_content["parameters_with_state"]:
-                # PyTorch created a state, to load one, and AdamW would go on with its step count.
+                # Loading has created a state here too, whose step count AdamW would go on from.
                 self.optimizer.state.pop(parameter, None)
                 continue
             state = self.optimizer.state.get(parameter, {})
@@ -227,7 +227,7 @@ class Checkpointer:
                 self.pending.exception()  # This waits, and raises nothing.
 
         # All ranks wait for rank 0 at the store, whose timeout is hours: a collective would time
-        # out while rank 0 still writes. In a sharded save, a rank's write ends with those of all.
+        # out while rank 0 still writes. In a sharded save, each rank has a thread that writes.
         self.process.on_main(wait_for_thread)
         wait_for_thread()
 

@@ -76,7 +76,7 @@ def rendezvous(config: Config) -> Process:
     init_method = config.distributed.init_method
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
     if init_method != "env://":
-        # With this variable, ranks would be clients of a store that the launcher does not hold.
+        # This variable makes all ranks clients of torchrun's store, which is not at init_method.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     try:
         rank = int(os.environ["RANK"])

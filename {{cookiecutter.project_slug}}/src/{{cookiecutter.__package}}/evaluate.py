@@ -94,7 +94,7 @@ class Evaluator:
         except (AttributeError, TypeError, ValueError) as error:
             raise UserError(f"Task.aggregate returns what JSON cannot hold: {error}") from None
         metrics: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-        best_metric = metrics.get(self.task.best_metric, "")
+        best_metric = metrics.get(self.task.best_metric, "missing")
         if not isinstance(best_metric, int | float | None):
             raise UserError(f"Task.aggregate returns no number as {self.task.best_metric!r}")
         return metrics

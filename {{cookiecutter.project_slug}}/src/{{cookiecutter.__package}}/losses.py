@@ -29,10 +29,10 @@ class MeanLosses:
             # A tensor means that local batches differ in weight. The all-reduce must not change it.
             weight = local_weight.detach().to(self.process.device, torch.float32, copy=True)
             dist.all_reduce(weight)
-            # A global batch without any target has losses of 0; the mean is 0 too, and not 0 / 0.
-            # Gradients are averaged over ranks, so each divides by the average weight of a rank.
+            # Gradients are averaged over ranks, so each divides by a rank's mean weight, never 0.
             self.denominator = weight.clamp(min=1e-30) / self.process.world_size
             return
+        # Without an all-reduce, all ranks need the same weight, such as a length per sample.
         if local_weight < self.local_batch_size or local_weight % self.local_batch_size:
             problem = f"Task.weight is {local_weight} for {self.local_batch_size} samples"
             raise UserError(f"{problem}; return a multiple, or a tensor")

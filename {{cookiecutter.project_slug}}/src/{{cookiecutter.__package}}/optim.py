@@ -16,7 +16,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     for parameter in module.parameters():
         if parameter.requires_grad:
             weight_decay = config.weight_decay if parameter.dim() > 1 else 0.0
-            # The fused kernel cannot update parameters of several meshes at once.
+            # Sharded parameters have a mesh, and a fused kernel takes those of one mesh only.
             mesh = getattr(parameter, "device_mesh", None)
             members[weight_decay, mesh].append(parameter)
     groups: list[dict[str, Any]] = []

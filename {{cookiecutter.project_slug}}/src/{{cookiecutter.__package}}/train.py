@@ -181,7 +181,7 @@ class Trainer:
     def check_finite(self, steps: list[dict[str, float]]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
         scaler = self.parallel.scaler
-        # The scaler skips a step that overflows. If its scale is below 1, gradients are at fault.
+        # The scaler skips a step that overflows, and halves its scale. Below 1, that does not help.
         overflow_is_skipped = scaler.is_enabled() and scaler.get_scale() >= 1
         first_step = self.step - len(steps) + 1
         for step, numbers in enumerate(steps, start=first_step):
