@@ -16,7 +16,7 @@ ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$
 .PHONY: help demo test test-long test-weekly test-gpu lint sizes where diffs bump address
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
-	@echo "make test         check every rendered file; compare every strategy with a plain loop: five minutes"
+	@echo "make test         check every rendered file; compare every strategy with a plain loop: ten minutes"
 	@echo "make test-long    the other tests: failures, clusters, the rendered projects' own tests"
 	@echo "make test-weekly  what is left of these"
 	@echo "make test-gpu     compare with plain loops on this machine's GPUs, in results and in speed"

@@ -8,6 +8,10 @@ mistake() {
 # If an input or output is closed, the next file or socket gets its number, and what is printed
 # would be written there.
 open_closed_streams() {
+    # Without /proc, nothing tells which ones are closed.
+    if [[ ! -d /dev/fd/ ]]; then
+        return
+    fi
     if [[ ! -e /dev/fd/0 ]]; then
         exec </dev/null
     fi

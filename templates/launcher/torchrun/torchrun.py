@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 
+import torch.distributed.elastic.multiprocessing.api
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -22,6 +23,18 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 HIDDEN_WARNINGS = "ignore:resource_tracker,ignore:Got pickle error,ignore:TensorFloat32"
 os.environ.setdefault("PYTHONWARNINGS", HIDDEN_WARNINGS)
 
+
+class FirstSignal(SignalException):
+    """The stop signal that ends torchrun; another would interrupt it while the ranks save."""
+
+    def __init__(self, message: str, sigval: signal.Signals) -> None:
+        super().__init__(message, sigval)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+
+# torchrun's handler raises what has this name.
+torch.distributed.elastic.multiprocessing.api.SignalException = FirstSignal
 with tempfile.TemporaryDirectory() as log_dir:
     try:
         run(parse_args([f"--log-dir={log_dir}", *sys.argv[1:]]))
