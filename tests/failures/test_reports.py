@@ -7,15 +7,17 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path, PurePosixPath
 from shutil import copytree
-from signal import SIGKILL
+from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
 import pytest
 import torch
 from conftest import (
     BIN,
+    CHOICES,
     Bake,
     edit,
     find_processes,
@@ -51,7 +53,10 @@ TASK = (
 )
 HEAD = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
 BUILD = ("model.py", "    return nn.Sequential(blocks)\n")
-PREPARED, WEIGHT = ("task.py", "        return inputs, targets\n"), ("task.py", "        return len(targets)\n")
+PREPARE = ' such as a teacher\'s outputs."""\n'
+PREPARED = ("task.py", PREPARE + "        return inputs, targets\n")
+AUGMENTED = ("task.py", 'evaluation skips this."""\n        return inputs, targets\n')
+WEIGHT = ("task.py", "        return len(targets)\n")
 LOSSES = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}\n')
 MEASURED = ("task.py", '        losses = F.cross_entropy(outputs.float(), targets, reduction="none")\n')
 OPTIMIZER = ("optim.py", "AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)")
@@ -153,7 +158,6 @@ def load(run_dir: Path) -> dict[str, Any]:
 
 
 EXPANDED = add(STEM, "        self.register_buffer('scale', self.norm.weight.detach()[:1].expand(4))\n")
-SHORT = add(STEM, "        self.register_buffer('scale', self.norm.weight.detach().short())\n")
 LAMBDA = add(LOADED, "        self.crop = lambda image: image\n")
 NO_PLAN = {("plan.py", "isinstance(block, Head)"): "not isinstance(block, nn.Module)"}
 BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
@@ -165,8 +169,7 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
         ("ddp", LAMBDA, WORKERS, "data.num_workers"),
         ("ddp", add(LOADED, "        self.file = open(__file__)\n"), WORKERS, "data.num_workers"),
         ("ddp", BATCH_NORM, ["--train.activation_checkpointing", "true"], "BatchNorm"),
-        ("fsdp", SHORT, [], "buffer scale cannot be sent"),
-        *((strategy, EXPANDED, [], "buffer scale cannot be sent") for strategy in ("tensor", "pipeline")),
+        *((strategy, EXPANDED, [], "buffer scale cannot be loaded") for strategy in ("fsdp", "tensor", "pipeline")),
         (
             "tensor",
             {},
@@ -195,40 +198,6 @@ def test_a_mistake_that_a_loader_process_finds_is_one_line(bake: Bake) -> None:
     edit(project, {labels: "        raise UserError(f'image {index} has no label')\n"})
     err = launch(project, *SMALL, *WORKERS, "--run.dir", "run", code=1).stderr
     assert re.search(r"^error: image \d+ has no label$", err, re.MULTILINE), err
-
-
-ASK = """
-import pickle
-import torch, torch.distributed as dist
-from torch import nn
-from my_experiment.config import Config, UserError
-from my_experiment.parallel import prepare_block
-
-def works(action, *errors):
-    try:
-        action()
-    except errors:
-        return False
-    return True
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-    try:
-        buffer = torch.ones(4).to(dtype)
-    except (NotImplementedError, RuntimeError):
-        continue  # A type without values.
-    (block := nn.Module()).register_buffer("scale", buffer)
-    sent = works(lambda: dist.broadcast(buffer, 0), RuntimeError)
-    pickled = works(lambda: pickle.loads(pickle.dumps(buffer)), AttributeError)
-    accepted = works(lambda: prepare_block(block, Config()), UserError)
-    print(dtype, sent, pickled, accepted)
-"""
-
-
-def test_buffers_of_the_types_that_pytorch_cannot_send_are_refused(bake: Bake) -> None:
-    lines = [line.split() for line in run_python(bake(parallelism="fsdp"), ASK).splitlines()]
-    assert lines and not [line for line in lines if (line[1:3] == ["True", "True"]) != (line[3] == "True")]
-    assert {sent for _, sent, _, _ in lines} == {pickled for _, _, pickled, _ in lines} == {"True", "False"}
 
 
 DROPPED = ("model.py", "        self.up = linear(width, 4 * width)\n")
@@ -408,7 +377,10 @@ def test_several_teachers_are_frozen_and_in_eval_mode(bake: Bake) -> None:
     project = bake()  # facebookresearch/unbiased-teacher#47.
     teacher = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))"
     edit(project, add(TASK, f"        self.teachers = [{teacher} for _ in range(2)]\n"))
-    edit(project, {PREPARED: "        return inputs, (targets, sum(teacher(inputs) for teacher in self.teachers))\n"})
+    edit(
+        project,
+        {PREPARED: PREPARE + "        return inputs, (targets, sum(teacher(inputs) for teacher in self.teachers))\n"},
+    )
     edit(
         project,
         {LOSSES: LOSSES[1].replace("targets,", "targets[0],")[:-2] + " + (outputs - targets[1]).square().sum()}\n"},
@@ -499,7 +471,7 @@ def test_samples_of_several_sizes_are_padded_by_the_task(bake: Bake) -> None:
     edit(project, {MEASURED: "        targets, _ = targets\n" + MEASURED[1]})
     assert "Task.prepare" in refuse(project) and not read_records(project / "run", "train")
     padded = "torch.nn.utils.rnn.pad_sequence(targets[1], batch_first=True)"
-    edit(project, {PREPARED: f"        return inputs, (targets[0], {padded})\n"})
+    edit(project, {PREPARED: PREPARE + f"        return inputs, (targets[0], {padded})\n"})
     launch(project, *SMALL, "--run.dir", "run", "--train.microbatches", "2")
 
 
@@ -939,3 +911,197 @@ def test_the_template_is_the_same_where_git_converts_for_windows(tmp_path: Path)
         assert b"\r\n" not in script.read_bytes(), script
     run(BIN / "cookiecutter", tmp_path / "clone", "--no-input", "--output-dir", tmp_path, cwd=tmp_path)
     launch(tmp_path / "my-experiment", *SMALL, "--run.dir", "run")
+
+
+# A parameter's state in fp64, in int8 and as a number, of which PyTorch's own loading changes the types.
+TYPED = """
+
+class Typed(torch.optim.Optimizer):
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter, dtype=torch.float64)
+                    state["sign"] = torch.zeros_like(parameter, dtype=torch.int8)
+                    state["count"] = 0
+                state["count"] += 1
+                state["mean"].mul_(0.9).add_(parameter.grad / 3)
+                step = (state["mean"] + state["sign"] / 3).to(parameter.dtype)
+                parameter.sub_(step, alpha=group["lr"] / state["count"] ** 0.5)
+                state["sign"].copy_(parameter.grad.sign())
+"""
+
+
+@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+def test_the_optimizers_state_comes_back_in_its_types(bake: Bake, parallelism: str) -> None:
+    project, nproc = bake(parallelism=parallelism), 1 if parallelism == "data_parallel" else 2
+    edit(project, {("optim.py", f"torch.optim.{OPTIMIZER[1]}"): "Typed(groups, lr=config.lr)"})
+    file = next((project / "src").iterdir()) / "optim.py"
+    file.write_text(file.read_text() + TYPED)
+    launch(project, *SMALL, "--run.dir", "straight", nproc=nproc)
+    for steps in ("2", "4"):
+        launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", steps, nproc=nproc)
+    assert read_losses(project / "run") == read_losses(project / "straight")
+    states = load(project / "run")["optimizer"]["state"]
+    assert {state["mean"].dtype for state in states.values()} == {torch.float64}
+    assert {state["sign"].dtype for state in states.values()} == {torch.int8}
+    assert {state["count"] for state in states.values()} == {4}
+
+
+def test_a_part_in_eval_mode_stays_so_after_an_evaluation(bake: Bake) -> None:
+    project = bake()
+    edit(project, BATCH_NORM | {BUILD: f"    blocks['stem'].eval()\n{BUILD[1]}"})
+    launch(project, *SMALL, "--run.dir", "run", "--train.eval_every", "1")
+    assert not load(project / "run")["model"]["stem.norm.running_mean"].any()
+
+
+def test_records_are_as_exact_as_their_numbers(bake: Bake) -> None:
+    project = bake()
+    edit(project, add(TASK, "        torch.set_default_dtype(torch.bfloat16)\n"))
+    edit(project, {FORWARD: f"{FORWARD[1]}        images = images.bfloat16()\n"})
+    launch(project, *SMALL, "--run.dir", "run")
+    assert any(float(torch.tensor(loss).bfloat16()) != loss for loss in read_losses(project / "run"))
+
+
+def test_a_record_has_the_mean_of_its_interval(bake: Bake) -> None:
+    project = bake()
+    launch(project, *SMALL, "--run.dir", "each")
+    launch(project, *SMALL, "--run.dir", "all", "--train.log_every", "4")
+    (record,) = read_records(project / "all", "train")
+    assert record["loss"] == pytest.approx(sum(read_losses(project / "each")) / 4)
+
+
+def test_training_batches_alone_are_augmented(bake: Bake) -> None:
+    project = bake()
+    launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", "2")
+    edit(project, {AUGMENTED: AUGMENTED[1].replace("return", "raise RuntimeError('augmented') #")})
+    launch(project, "evaluate", "--checkpoint", "run", "--distributed.device", "cpu")
+    assert "augmented" in launch(project, *SMALL, "--run.dir", "run", code=1).stderr
+
+
+NAN = add(STEM, "        self.register_buffer('scale', self.norm.weight.detach() * float('nan'))\n")
+INDEX = {METRICS: METRICS[1].replace('"loss"', '"index"')}
+
+
+@pytest.mark.parametrize(("changes", "named"), [(NAN, "scale has NaN"), (INDEX, "a metric named index")])
+def test_what_would_be_wrong_without_a_word_is_named(bake: Bake, changes: Changes, named: str) -> None:
+    project = bake()
+    edit(project, changes)
+    assert named in refuse(project)
+
+
+def test_changed_code_is_named_on_a_resume(bake: Bake) -> None:
+    project = bake()
+    words = ("--run.dir", "run", "--train.max_steps")
+    launch(project, *SMALL, *words, "2")
+    edit(project, {LOSSES: LOSSES[1].replace('"sum")', '"sum") * 0.5')})
+    assert re.findall("^changed: [a-z_]+.py", launch(project, *SMALL, *words, "3").stdout, re.M) == ["changed: task.py"]
+    assert "task.py" not in launch(project, *SMALL, *words, "4").stdout
+
+
+def test_sets_have_one_order_without_a_launcher(bake: Bake) -> None:
+    project = bake()
+    names = "{f'name{number}' for number in range(100)}"
+    edit(project, {LOADED: f"{LOADED[1]}        print(*{names})\n"})
+    (package,) = (project / "src").iterdir()
+    orders = set()
+    for number in range(2):
+        command = [BIN / "python", "-m", package.name, *SMALL, "--run.dir", f"run{number}"]
+        orders.add(run(*command, cwd=project, PYTHONPATH="src", PYTHONHASHSEED="random").stdout.splitlines()[0])
+    assert len(orders) == 1
+
+
+def test_bounds_stand_beside_their_setting(bake: Bake) -> None:
+    project = bake()
+    eps = ("config.py", "    eps: float = 1e-8\n")
+    edit(project, add(eps, "    ema_decay: float = 0.9\n    share: Annotated[float, 0, 1] = 0.5\n"))
+    (package,) = (project / "src").iterdir()
+    command = [BIN / "python", "-m", package.name, *SMALL, "--preflight"]
+    run(*command, "--optim.ema_decay", "0", "--optim.share", "1", cwd=project, PYTHONPATH="src")
+    for word, named in (
+        ("--optim.share=1.5", "from 0 to 1"),
+        ("--optim.lr=0", "optim.lr is 0"),
+        ("--run.dir=~/x", "HOME"),
+    ):
+        assert named in run(*command, word, cwd=project, PYTHONPATH="src", code=2).stderr
+
+
+def test_ctrl_c_without_a_launcher_exits_with_its_own_code(bake: Bake) -> None:
+    project = bake()
+    (package,) = (project / "src").iterdir()
+    command = [BIN / "python", "-m", package.name, *SMALL, "--train.max_steps", "400", "--run.dir", "run"]
+    with started(*command, cwd=project, PYTHONPATH="src") as process:
+        wait_until(lambda: read_records(project / "run"), "the first step")
+        process.send_signal(SIGINT)
+        assert process.wait(60) == 130
+    assert list(project.glob("run/checkpoints/*.pt"))
+
+
+PLANTED = """
+import os, pickle
+import torch.distributed as dist
+from my_experiment.distributed import Process
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, ("planted",)
+
+store = dist.HashStore()
+store.set("main1", pickle.dumps(Planted()))
+try:
+    Process(store, rank=1, world_size=2).on_main(None)
+except ValueError:
+    print("refused", os.path.exists("planted"))
+"""
+
+
+def test_a_value_that_others_put_into_the_store_runs_no_code(bake: Bake) -> None:
+    assert run_python(bake(), PLANTED) == "refused False\n"
+
+
+def test_a_record_whose_metric_is_a_text_does_not_end_a_run(bake: Bake) -> None:
+    project = bake()
+    words = ("--run.dir", "run", "--train.max_steps")
+    launch(project, *SMALL, *words, "2")
+    records = project / "run" / "metrics.jsonl"
+    records.write_text(re.sub('"accuracy": [0-9.]+', '"accuracy": "high"', records.read_text()))
+    launch(project, *SMALL, *words, "4")
+
+
+def test_more_stop_signals_do_not_end_ranks_before_they_have_saved(bake: Bake) -> None:
+    project, run_dir = bake(), "run"
+    write = ("checkpoint.py", "        files.write_atomically(path, lambda")
+    edit(project, {write: f"        __import__('time').sleep(2)\n{write[1]}"})
+    words = [*SMALL, "--train.max_steps", "400", "--run.dir", run_dir]
+    with started(project / "scripts" / "launch.sh", *words, cwd=project, NPROC="2") as launcher:
+        wait_until(lambda: read_records(project / run_dir), "the first step")
+        for _ in range(4):
+            launcher.send_signal(SIGTERM)
+            time.sleep(0.1)
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143 and "stopped after step" in out, (out, err)
+    assert list(project.glob("run/checkpoints/*.pt"))
+
+
+def test_a_run_needs_no_proc(bake: Bake) -> None:
+    script = 'mount -t tmpfs none /proc && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", script, "sh", "scripts/launch.sh", *SMALL, "--run.dir", "run"]
+    project = bake()
+    assert "step 4/4" in run(*words, cwd=project, NPROC="2").stdout
+
+
+def test_evaluate_takes_the_split_that_it_is_told(bake: Bake) -> None:
+    project = bake()
+    launch(project, *SMALL, "--run.dir", "run")
+    words = ("evaluate", "--checkpoint", "run", "--distributed.device", "cpu", "--split")
+    *_, recorded = read_records(project / "run", "eval")
+    assert json.loads(launch(project, *words, "validation").stdout) == recorded
+    assert json.loads(launch(project, *words, "test").stdout)["num_samples"] == 360
+    assert "train" in launch(project, *words, "train", code=2).stderr

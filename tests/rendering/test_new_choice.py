@@ -43,6 +43,9 @@ class Task:
     def __init__(self, config: Config, device: torch.device) -> None:
         """Build nothing."""
 
+    def augment(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        return inputs, targets
+
     def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         return inputs, targets
 

@@ -185,8 +185,12 @@ DIFFERENT: dict[str, list[set[str]]] = {
     "Parallel.predict": [],
     "Parallel.clip_grad_norm": [{"ddp", "model_parallel", "data_parallel"}],
     "Parallel.average_buffers": [{"ddp", "model_parallel", "data_parallel", "fsdp", "pipeline"}, {"tensor", "mesh"}],
-    "Parallel.full_state_dict": [{"ddp", "model_parallel", "data_parallel", "fsdp", "tensor"}],
-    "Parallel.load_full_state_dict": [{"ddp", "data_parallel", "fsdp", "tensor"}, {"pipeline", "mesh"}],
+    "Parallel.full_state_dict": [{"ddp", "model_parallel", "data_parallel"}, {"fsdp", "tensor"}],
+    "Parallel.load_full_state_dict": [
+        {"ddp", "model_parallel", "data_parallel"},
+        {"fsdp", "tensor"},
+        {"pipeline", "mesh"},
+    ],
     "prepare_block": [{"ddp", "model_parallel", "data_parallel"}, {"fsdp", "tensor"}],
 }
 

@@ -37,7 +37,7 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
     scheduled_steps = config.train.epochs * (len(train_set) // config.data.global_batch_size)
     records = []
     for step, batch in enumerate(islice(batches(dataset, train_set, config), steps)):
-        inputs, targets = task.prepare(*batch)
+        inputs, targets = task.prepare(*task.augment(*batch))
         loss = task.losses(model(inputs), targets)["loss"] / max(task.weight(targets), 1e-30)
         lr = learning_rate(step, scheduled_steps, config.optim)
         norm = update(parameters, loss, moments, step + 1, lr, config)

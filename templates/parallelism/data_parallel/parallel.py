@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from .checkpoint import Checkpointer
+from .checkpoint import Checkpointer, copy_state, load_parameter_state
 from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch
@@ -31,6 +30,7 @@ class Parallel:
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
+        self.process = process
         self.device = process.device
         # One process reads the whole global batch, whatever the number of its accelerators.
         self.dp_rank = 0
@@ -80,29 +80,27 @@ class Parallel:
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
-        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
-        # PyTorch leaves out the key "state" on other ranks.
-        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
+        """Return copies of all weights and optimizer state on rank 0's CPU."""
+        if self.process.rank != 0:
+            return {}
+        return copy_state(self.module, optimizer, lambda tensor: tensor.to("cpu", copy=True))
 
     def load_full_state_dict(
         self, model: Any, optimizer: Optimizer | None = None, state: Any = None
     ) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
-        options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        dsd.set_model_state_dict(self.module, model, options=options)
-        if optimizer is None:
-            return
-        # This creates a state to load into. The groups stay: they hold this run's settings.
-        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
-        if not state_dict["state"]:
-            # Only plain SGD still has none, and PyTorch fails if there is nothing to broadcast.
-            return
-        state_dict["state"] = {} if state is None else state
-        # A parameter that never had a gradient has no state, which strict loading rejects.
-        options.strict = False
-        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
+        weights = {}
+        parameters = dict(self.module.named_parameters())
+        # Rank 0 sends one tensor after the other, with its state.
+        names = self.process.all_gather(list(model))[0]
+        for name in names:
+            entry = [model.get(name), state.get(name, {})]
+            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
+            weights[name] = entry[0]
+            if optimizer is not None and name in parameters:
+                load_parameter_state(optimizer, parameters[name], entry[1])
+        # PyTorch names what is missing, unknown or of another shape.
+        self.module.load_state_dict(weights)
 
 
 class Autocast(nn.Module):

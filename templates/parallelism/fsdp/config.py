@@ -2,7 +2,7 @@
 class ParallelConfig:
     """Fully sharded data parallel; the settings are those of torch.distributed.fsdp.fully_shard."""
 
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Number of copies of the model, say one per machine, each sharded over equally many ranks."""
     reshard_after_forward: bool = True
     """Free a block's weights between its forward and backward pass: less memory, more traffic."""

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
@@ -22,11 +21,9 @@ from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch
 from .model import build_model
-from .sharded import Checkpointer
+from .sharded import Checkpointer, collect_state, load_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# All types that gloo and NCCL can broadcast and that pickle can copy.
-SENDABLE_TYPES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 
 
 class Parallel:
@@ -147,29 +144,14 @@ class Parallel:
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
-        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
-        # PyTorch leaves out the key "state" on other ranks.
-        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
+        """Return copies of all weights and optimizer state on rank 0's CPU; a collective."""
+        return collect_state(self.module, optimizer, keeps=self.process.rank == 0)
 
     def load_full_state_dict(
         self, model: Any, optimizer: Optimizer | None = None, state: Any = None
     ) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
-        options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        dsd.set_model_state_dict(self.module, model, options=options)
-        if optimizer is None:
-            return
-        # This creates a state to load into. The groups stay: they hold this run's settings.
-        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
-        if not state_dict["state"]:
-            # Only plain SGD still has none, and PyTorch fails if there is nothing to broadcast.
-            return
-        state_dict["state"] = {} if state is None else state
-        # A parameter that never had a gradient has no state, which strict loading rejects.
-        options.strict = False
-        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
+        load_state(self.module, optimizer, model, state, self.process)
 
 
 def refuse_shared(block: nn.Module) -> None:
@@ -187,11 +169,9 @@ def refuse_shared(block: nn.Module) -> None:
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
-        # Loading a checkpoint broadcasts buffers, element by element in the order of their memory.
-        buffer_type = str(buffer.dtype).removeprefix("torch.")
-        if buffer_type not in SENDABLE_TYPES.split() or not buffer.is_contiguous():
-            problem = f"buffer {name} cannot be sent"
-            raise UserError(f"{problem}; make it contiguous, of a type like int32")
+        if not buffer.is_contiguous():
+            # Loading a checkpoint copies into a buffer, which one that is expanded rejects.
+            raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"

@@ -2,11 +2,11 @@
 class ParallelConfig:
     """The sizes of one mesh of ranks; the ranks that remain shard each parameter, as FSDP does."""
 
-    pipeline: int = 1
+    pipeline: PositiveInt = 1
     """Number of stages of consecutive blocks; 1: every rank has a part of every block."""
-    tensor: int = 1
+    tensor: PositiveInt = 1
     """Number of ranks, ideally on one machine, that share each layer and read the same samples."""
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Number of copies of the model, say one per machine, each sharded over equally many ranks."""
 
     def dp_size(self, world_size: int) -> int:

@@ -1,11 +1,9 @@
-"""One mesh of ranks: pipeline, tensor and fully sharded data parallelism.
+"""One mesh of ranks, which differ in a dimension by what they have:
 
-Ranks that differ in a dimension have:
-
-    pipeline    other blocks: micro-batches pass through them
-    replicate   copies: gradients are averaged
-    shard       shards of each parameter: gathered for a step
-    tensor      parts of each layer, by ``plan.py``: activations are all-reduced
+pipeline    other blocks: micro-batches pass through them
+replicate   copies: gradients are averaged
+shard       shards of each parameter: gathered for a step
+tensor      parts of each layer, by ``plan.py``: activations are all-reduced
 """
 
 import math
@@ -31,8 +29,8 @@ from .distributed import Process, seed_everything
 from .loader import split_batch
 from .model import build_model
 from .plan import is_sharded_by_plan, shard_layers
-from .sharded import Checkpointer
-from .stages import Outline, Stage, gather_state_dict, load_state_dict, prepare_block
+from .sharded import Checkpointer, load_state
+from .stages import Outline, Shapes, Stage, gather_state_dict, prepare_block
 
 # FSDP2 warns of blocks that return views, as changing such an output would break backward.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")
@@ -115,7 +113,6 @@ class Parallel:
         model: Any = build_model(config.model, wrap)
         first_block = stage_of_block.index(self.stage_index)
         num_blocks = stage_of_block.count(self.stage_index)
-        # A part of an nn.Sequential keeps the names of the blocks.
         self.module: Any = model[first_block : first_block + num_blocks]
         self.stage = Stage(self.module, is_last=self.stage_index == self.layout.pipeline - 1)
         # A schedule delays the scattering of gradients only if the whole stage is an FSDP module.
@@ -146,7 +143,7 @@ class Parallel:
         target = numbers if self.stage.is_last else None
         self.schedule.step(*arguments, target=target)
 
-    def build_schedule(self, shapes: dict[int, Tensor]) -> Any:
+    def build_schedule(self, shapes: Shapes) -> Any:
         """Return a schedule that runs this rank's stage on tensors of these shapes."""
         num_stages = self.layout.pipeline
         stage = PipelineStage(
@@ -244,7 +241,8 @@ class Parallel:
         self, model: Any, optimizer: Optimizer | None = None, state: Any = None
     ) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
-        load_state_dict(self.module, self.outline, self.process, model, optimizer, state)
+        other_names = self.outline.state_names - set(self.module.state_dict())
+        load_state(self.module, optimizer, model, state, self.process, other_names)
 
 
 def choose_placement(parameter: nn.Parameter) -> Shard:

@@ -2,7 +2,7 @@
 class ParallelConfig:
     """Model parallelism: the blocks of one model on several devices of one process."""
 
-    devices: int = 2
+    devices: PositiveInt = 2
     """Number of devices per rank, k: local rank r uses devices r*k to r*k+k-1. On a CPU, the CPU
     stands in for all of them."""
 

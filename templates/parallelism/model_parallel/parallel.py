@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from .checkpoint import Checkpointer
+from .checkpoint import Checkpointer, copy_state, load_parameter_state
 from .config import Config, UserError
 from .distributed import Process
 from .loader import split_batch, to_device
@@ -32,6 +31,7 @@ class Parallel:
     checkpointer = Checkpointer
 
     def __init__(self, config: Config, process: Process) -> None:
+        self.process = process
         self.device = process.device
         self.dp_rank = process.rank
         self.dp_size = process.world_size
@@ -60,18 +60,16 @@ class Parallel:
     def build_ddp(self, find_unused: bool) -> DistributedDataParallel:
         """Wrap the module in DDP, and fix which gradients DDP adds up together in a bucket.
 
-        A gradient's position in its bucket decides how its sum is rounded. After one backward, DDP
-        fills new buckets in the order in which gradients became ready, and keeps these, unless it
-        looks for unused parameters. If it were a step's backward, the first step of each start
-        would be rounded in its own way, and a resumed run differ from an uninterrupted one. So a
-        backward of the sum of all parameters happens here.
+        A gradient's position in its bucket decides how its sum is rounded. After a first backward,
+        DDP fills new buckets in the order in which gradients became ready, and keeps them. This
+        happens here, with the parameters' sum, so that no step of a resumed run is rounded anew.
         """
         ddp = DistributedDataParallel(
             self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True
         )
-        # The constructor has sent rank 0's buffers; now average_buffers() before a use is enough.
+        # Each forward reads this. The argument has another name since PyTorch 2.13.
         ddp.broadcast_buffers = False
-        # DDP acts on a backward whose forward it has called. The model would need a batch.
+        # DDP calls whatever is its module now, and the model itself would need a batch.
         ddp.module = ParameterSum()
         ddp(self.module, self.device).backward()
         ddp.module = self.module
@@ -84,7 +82,7 @@ class Parallel:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Gradients accumulate on this rank; only the last micro-batch starts the all-reduce.
+            # mean_loss divides by the whole weight, so gradients add up. The last all-reduces them.
             is_last = number == len(microbatches)
             with nullcontext() if is_last else self.ddp.no_sync():
                 with self.autocast():
@@ -117,30 +115,27 @@ class Parallel:
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
-        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
-        # PyTorch leaves out the key "state" on other ranks.
-        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
+        """Return copies of all weights and optimizer state on rank 0's CPU."""
+        if self.process.rank != 0:
+            return {}
+        return copy_state(self.module, optimizer, lambda tensor: tensor.to("cpu", copy=True))
 
     def load_full_state_dict(
         self, model: Any, optimizer: Optimizer | None = None, state: Any = None
     ) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
-        # PyTorch would broadcast all tensors to one device, but this model is on several. So every
-        # rank receives them on its CPU first.
-        content = [model, state]
-        dist.broadcast_object_list(content, src=0, group=self.cpu_group)
-        model, state = content
-        dsd.set_model_state_dict(self.module, model)
-        if optimizer is None:
-            return
-        # The parameter groups hold this run's settings, such as the learning rate: they stay.
-        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
-        state_dict["state"] = {} if state is None else state
-        # A parameter that never had a gradient has no state, which strict loading rejects.
-        options = dsd.StateDictOptions(strict=False)
-        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
+        weights = {}
+        parameters = dict(self.module.named_parameters())
+        # Rank 0 sends one tensor after the other, with its state.
+        names = self.process.all_gather(list(model))[0]
+        for name in names:
+            entry = [model.get(name), state.get(name, {})]
+            dist.broadcast_object_list(entry, 0, self.process.cpu_group)
+            weights[name] = entry[0]
+            if optimizer is not None and name in parameters:
+                load_parameter_state(optimizer, parameters[name], entry[1])
+        # PyTorch names what is missing, unknown or of another shape.
+        self.module.load_state_dict(weights)
 
 
 def choose_device(first: torch.device, index: int) -> torch.device:

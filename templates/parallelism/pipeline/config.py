@@ -4,7 +4,7 @@ class ParallelConfig:
 
     pipeline: int = 0
     """Number of ranks of a pipeline, which read the same samples; 0: all ranks of a replica."""
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Number of copies of the model, say one per machine, each sharded over equally many ranks."""
     schedule: Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"] = "1F1B"
     """Order of a rank's forward and backward passes: a schedule of torch.distributed.pipelining."""

@@ -27,8 +27,8 @@ from .config import Config
 from .distributed import Process, seed_everything
 from .loader import split_batch
 from .model import build_model
-from .sharded import Checkpointer
-from .stages import Outline, Stage, gather_state_dict, load_state_dict, prepare_block
+from .sharded import Checkpointer, load_state
+from .stages import Outline, Shapes, Stage, gather_state_dict, prepare_block
 
 SCHEDULES: dict[str, Any] = {
     "GPipe": ScheduleGPipe,
@@ -146,7 +146,7 @@ class Parallel:
         target = numbers if self.last_stage in self.stages else None
         self.schedule.step(*arguments, target=target)
 
-    def build_schedule(self, shapes: dict[int, Tensor]) -> Any:
+    def build_schedule(self, shapes: Shapes) -> Any:
         """Return a schedule that runs this rank's stages on tensors of these shapes."""
         stages: Any = []
         for stage_index, stage in self.stages.items():
@@ -227,4 +227,5 @@ class Parallel:
         self, model: Any, optimizer: Optimizer | None = None, state: Any = None
     ) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
-        load_state_dict(self.module, self.outline, self.process, model, optimizer, state)
+        other_names = self.outline.state_names - set(self.module.state_dict())
+        load_state(self.module, optimizer, model, state, self.process, other_names)

@@ -1,7 +1,4 @@
-"""Does it fit? ``scripts/launch.sh estimate --ranks 64 --memory 80`` prints the memory of a rank.
-
-Each rank takes a step on the CPU, with tensors that have shapes, but no values and no memory.
-"""
+"""Does it fit? ``launch.sh estimate --ranks 64 --memory 80`` takes a step that has no values."""
 
 import math
 from concurrent.futures import ProcessPoolExecutor
@@ -114,7 +111,8 @@ class MemoryTracker(FakeTensorMode):
         for output in tree_leaves(outputs):
             if isinstance(output, FakeTensor) and output.device.type != "meta":
                 self.storages.add(output.untyped_storage())
-        # All are measured again: FSDP2 frees gathered weights by resizing a storage to 0 bytes.
+        # PyTorch keeps one Python object for a storage while a tensor uses it. All are measured
+        # again, because FSDP2 frees gathered weights by resizing their storages to 0 bytes.
         in_use = sum(storage.nbytes() for storage in self.storages)
         if in_use > self.peak:
             self.peak = in_use
@@ -149,8 +147,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         tracker.reset_peak()
-        # This is a step of the training loop, after which the gradients stay.
-        inputs, targets = task.prepare(*batch)
+        inputs, targets = task.prepare(*task.augment(*batch))
         parallel.forward_backward(inputs, targets, mean_loss)
         parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
         optimizer.step()

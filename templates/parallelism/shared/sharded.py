@@ -1,7 +1,7 @@
 """Sharded checkpoints: every rank writes its shards while training continues.
 
-A checkpoint is a folder, complete or absent, from which a run resumes under any strategy. Resume
-only from one that you trust: it is read with pickle, and has no checksums.
+A checkpoint is a folder, complete or absent. Resume only from one that you trust: it is read with
+pickle, and has no checksums.
 """
 
 import json
@@ -13,14 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from . import checkpoint, files
 from .config import Config, UserError
 from .distributed import FILE_TIMEOUT, Process
+from .files import Content
 
 
 class Checkpointer(checkpoint.Checkpointer):
@@ -34,7 +36,7 @@ class Checkpointer(checkpoint.Checkpointer):
         self.stager: DefaultStager | None = None
 
     @staticmethod
-    def read(path: Path) -> dict[str, Any]:
+    def read(path: Path) -> Content:
         """Read a checkpoint; of a sharded one only the header, and leave the shards to ``load``."""
         if path.suffix != ".dcp":
             return files.read(path)
@@ -50,15 +52,15 @@ class Checkpointer(checkpoint.Checkpointer):
         raise UserError(f"{path} is not a readable checkpoint: {reason}")
 
     @staticmethod
-    def load(parallel: Any, content: dict[str, Any], optimizer: Optimizer | None = None) -> None:
+    def load(parallel: Any, content: Content, optimizer: Optimizer | None = None) -> None:
         """Load what ``read_on_main`` returned, or this rank's shards of a sharded checkpoint."""
         if "shards" not in content:
             checkpoint.Checkpointer.load(parallel, content, optimizer)
             return
-        # dcp.load fails on what the file lacks, such as the state of a parameter without gradients.
+        # get_state_dict has made a state for each parameter; dcp.load fails if the file lacks it.
         state = local_state_dict(parallel.module, optimizer)
         optimizer_state = state["optimizer"]["state"]
-        for name in optimizer_state.keys() - content["parameters_with_state"]:
+        for name in optimizer_state.keys() - set(content["parameters_with_state"]):
             del optimizer_state[name]
         try:
             dcp.load(state, checkpoint_id=content["shards"])
@@ -68,10 +70,10 @@ class Checkpointer(checkpoint.Checkpointer):
         dsd.set_model_state_dict(parallel.module, state["model"])
         if optimizer is None:
             return
-        # Hyperparameters are this run's. Strict loading rejects a parameter that has no state.
-        loaded = dsd.get_optimizer_state_dict(parallel.module, optimizer) | state["optimizer"]
-        options = dsd.StateDictOptions(strict=False)
-        dsd.set_optimizer_state_dict(parallel.module, optimizer, loaded, options=options)
+        # dcp.load has filled the optimizer's own tensors, which exist for all parameters by now.
+        for name, parameter in parallel.module.named_parameters():
+            if name not in content["parameters_with_state"]:
+                optimizer.state.pop(parameter, None)
 
     def save(self, progress: dict[str, int]) -> Path:
         """Copy this rank's shards, wait for them, and return the path that a thread writes to."""
@@ -111,7 +113,7 @@ class Checkpointer(checkpoint.Checkpointer):
             os.replace(temporary, path)
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> Content:
     """Return what all ranks need of a sharded checkpoint, after a look at the size of its files."""
     header = json.loads((path / "header.json").read_text())
     metadata = dcp.FileSystemReader(path).read_metadata()
@@ -121,16 +123,66 @@ def read_header(path: Path) -> dict[str, Any]:
             raise ValueError("a part of it is damaged or missing")
     # A key is "model.PARAMETER" or "optimizer.state.PARAMETER.exp_avg".
     prefix = "optimizer.state."
-    parameters_with_state = set()
+    parameters_with_state = list[str]()
     for key in metadata.state_dict_metadata:
         if key.startswith(prefix):
             parameter_name = key.removeprefix(prefix).rpartition(".")[0]
-            parameters_with_state.add(parameter_name)
+            parameters_with_state.append(parameter_name)
     return header | {"shards": str(path), "parameters_with_state": parameters_with_state}
 
 
-def local_state_dict(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def local_state_dict(module: nn.Module, optimizer: Optimizer | None) -> Content:
     """Return this rank's shards of the model and of the optimizer's state, by parameter."""
     optimizers = () if optimizer is None else (optimizer,)
     model, optimizer_state = dsd.get_state_dict(module, optimizers)
     return {"model": model, "optimizer": {"state": optimizer_state.get("state", {})}}
+
+
+def collect_state(module: nn.Module, optimizer: Optimizer, keeps: bool) -> Content:
+    """Return whole weights and optimizer state on the CPU, by name, if this rank keeps them."""
+
+    def copy(tensor: Tensor) -> Tensor | None:
+        if isinstance(tensor, DTensor):
+            # This is a collective: all ranks that have shards of the tensor call it.
+            tensor = tensor.full_tensor()
+        return tensor.to("cpu", copy=True) if keeps else None
+
+    return checkpoint.copy_state(module, optimizer, copy)
+
+
+def load_state(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    weights: Content,
+    state: Content,
+    process: Process,
+    other_names: Any = (),
+) -> None:
+    """Load this rank's part of rank 0's weights and optimizer state; a collective."""
+    local_tensors = module.state_dict()
+    local_weights = {}
+    parameters = dict(module.named_parameters())
+    # Rank 0 sends one parameter after the other, so that no other rank holds the whole model.
+    for name in process.all_gather(list(weights))[0]:
+        entry = [weights.get(name), state.get(name, {})]
+        dist.broadcast_object_list(entry, 0, process.cpu_group)
+        if name in other_names:
+            continue  # Other ranks have this one.
+        # A name that no rank has stays, so that PyTorch rejects it below.
+        local_weights[name] = shard_like(entry[0], local_tensors.get(name))
+        if optimizer is not None and name in parameters:
+            parameter = parameters[name]
+            shards = {}
+            for key, value in entry[1].items():
+                shards[key] = shard_like(value, parameter)
+            checkpoint.load_parameter_state(optimizer, parameter, shards)
+    module.load_state_dict(local_weights)
+
+
+def shard_like(value: Any, tensor: Any) -> Any:
+    """Return this rank's shard of a value with the shape of a sharded tensor; others stay whole."""
+    if not isinstance(tensor, DTensor) or getattr(value, "shape", None) != tensor.shape:
+        return value
+    # Every rank has the whole value, so nothing is sent. A copy of the shard frees its memory.
+    mesh = tensor.device_mesh
+    return distribute_tensor(value, mesh, tensor.placements, src_data_rank=None).clone()

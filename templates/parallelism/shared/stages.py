@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only  # Private; optree has the same.
 from torch.utils.checkpoint import checkpoint
@@ -16,22 +14,22 @@ from torch.utils.checkpoint import checkpoint
 from .config import Config, ModelConfig, UserError
 from .distributed import Process
 from .model import build_model
+from .sharded import collect_state
 
 # A schedule whose stage fails would log all of its actions, which hides the error itself.
 getLogger("torch.distributed.pipelining.schedules").disabled = True
 
+# What each stage receives, by its index, and what the last one returns, by the number of stages.
+Shapes = dict[int, Tensor]
 # The number of a micro-batch has this shape and type. "meta" tensors have no values.
 NUMBER = torch.empty(1, dtype=torch.int64, device="meta")
-# All types that gloo and NCCL can broadcast and that pickle can copy.
-SENDABLE_TYPES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 
 
 class Stage(nn.Module):
-    """Consecutive blocks as a schedule runs them: one tensor comes in, and one tensor goes out.
+    """Consecutive blocks as a schedule runs them: one tensor comes in, and one goes out.
 
-    A schedule cannot pass on the model's inputs and outputs, which may be nested. So it passes the
-    number of a micro-batch to the first stage, which takes the inputs from ``remaining_inputs``
-    instead, and gets a number back from the last stage, which leaves its ``outputs`` for the loss.
+    As the model's inputs and outputs may be nested, the first stage gets a number instead, and
+    takes ``remaining_inputs``; the last returns a number, and leaves its ``outputs`` for the loss.
     """
 
     def __init__(self, blocks: nn.Sequential, is_last: bool) -> None:
@@ -64,7 +62,7 @@ class Outline:
         """Build the model, whose blocks compute in ``dtype``; rejects one that has no stages."""
         self.dtype = dtype
         self.num_stages = num_stages
-        self.shapes = dict[Any, dict[int, Tensor]]()
+        self.shapes = dict[Any, Shapes]()
         wrapped_blocks = list[nn.Module]()
 
         def wrap(block: nn.Module) -> nn.Module:
@@ -89,16 +87,16 @@ class Outline:
         # BatchNorm rejects a batch of one sample unless the model is evaluated.
         self.model = model.eval()
 
-    def trace(self, inputs: Any) -> dict[int, Tensor]:
+    def trace(self, inputs: Any) -> Shapes:
         """Return meta tensors like those that each stage receives and that the last one returns."""
         input_shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         if input_shapes not in self.shapes:
             self.shapes[input_shapes] = self.run_blocks(inputs)
         return self.shapes[input_shapes]
 
-    def run_blocks(self, inputs: Any) -> dict[int, Tensor]:
+    def run_blocks(self, inputs: Any) -> Shapes:
         """Run the whole model on the device "meta", and return the tensors between its stages."""
-        received: dict[int, Tensor] = {0: NUMBER, self.num_stages: NUMBER}
+        received: Shapes = {0: NUMBER, self.num_stages: NUMBER}
         features = inputs
         with torch.no_grad(), torch.device("meta"):
             for stage_index, block in zip(self.stage_of_block, self.model, strict=True):
@@ -131,11 +129,9 @@ def refuse_shared(model: nn.Module) -> None:
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
-        # Loading pickles a buffer and copies into it, which some types and expanded ones reject.
-        buffer_type = str(buffer.dtype).removeprefix("torch.")
-        if buffer_type not in SENDABLE_TYPES.split() or not buffer.is_contiguous():
-            problem = f"buffer {name} cannot be sent"
-            raise UserError(f"{problem}; make it contiguous, of a type like int32")
+        if not buffer.is_contiguous():
+            # Loading a checkpoint copies into a buffer, which one that is expanded rejects.
+            raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
@@ -152,58 +148,14 @@ def gather_state_dict(
     module: nn.Module, optimizer: Optimizer, process: Process, ranks_per_stage: int
 ) -> dict[str, Any]:
     """Return on rank 0's CPU weights and optimizer state of all stages, by name; a collective."""
-    model_state, optimizer_state = dsd.get_state_dict(module, optimizer)
     # The ranks that share a stage are consecutive; only the first of them keeps whole tensors.
-    is_first_of_stage = process.rank % ranks_per_stage == 0
-
-    def gather(tensor: Tensor) -> Tensor | None:
-        if isinstance(tensor, DTensor):
-            # This is a collective: all ranks that have shards of the tensor call it.
-            tensor = tensor.full_tensor()
-        return tensor.cpu() if is_first_of_stage else None
-
-    states: list[Any] = tree_map_only(Tensor, gather, [model_state, optimizer_state["state"]])
+    content = collect_state(module, optimizer, keeps=process.rank % ranks_per_stage == 0)
     for source in range(ranks_per_stage, process.world_size, ranks_per_stage):
         if process.rank == source:
-            dist.send_object_list(states, 0, process.cpu_group)
+            dist.send_object_list([content], 0, process.cpu_group)
         elif process.rank == 0:
-            received_states: list[Any] = [None, None]
-            dist.recv_object_list(received_states, source, process.cpu_group)
-            for state, received_state in zip(states, received_states, strict=True):
-                state.update(received_state)
-    return {"model": states[0], "optimizer": {"state": states[1]}}
-
-
-def load_state_dict(
-    module: nn.Module,
-    outline: Outline,
-    process: Process,
-    model_state: Any,
-    optimizer: Optimizer | None,
-    optimizer_state: Any,
-) -> None:
-    """Load this rank's part of rank 0's weights and, with an optimizer, its state; a collective."""
-    local_names = set(module.state_dict())
-    local_model = dict[str, Any]()
-    local_state = dict[str, Any]()
-    if optimizer_state is None:
-        optimizer_state = {}
-    # Rank 0 sends one parameter after the other, so that no other rank holds the whole model.
-    for name in process.all_gather(list(model_state))[0]:
-        entry = [model_state.get(name), optimizer_state.get(name)]
-        dist.broadcast_object_list(entry, 0, process.cpu_group)
-        # A name that no stage has stays, so that PyTorch rejects it below.
-        if name in local_names or name not in outline.state_names:
-            local_model[name] = entry[0]
-            if entry[1]:
-                local_state[name] = entry[1]
-    options = dsd.StateDictOptions(full_state_dict=True)
-    dsd.set_model_state_dict(module, local_model, options=options)
-    if optimizer is None or not local_state:
-        return
-    # The parameter groups hold this run's settings, such as the learning rate: they stay.
-    state_dict = dsd.get_optimizer_state_dict(module, optimizer)
-    state_dict["state"] = local_state
-    # A parameter that never had a gradient has no state, which strict loading rejects.
-    options.strict = False
-    dsd.set_optimizer_state_dict(module, optimizer, state_dict, options=options)
+            received: list[Any] = [None]
+            dist.recv_object_list(received, source, process.cpu_group)
+            content["model"].update(received[0]["model"])
+            content["optimizer"]["state"].update(received[0]["optimizer"]["state"])
+    return content

@@ -4,7 +4,7 @@ class ParallelConfig:
 
     tensor: int = 0
     """Number of ranks of a group, which read the same samples; 0: all ranks of a replica."""
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Number of copies of the model, say one per machine, each sharded over equally many ranks."""
     reshard_after_forward: bool = True
     """Free a block's weights between its forward and backward pass: less memory, more traffic."""

@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,7 +33,7 @@ from .distributed import Process
 from .loader import split_batch
 from .model import build_model
 from .plan import is_sharded_by_plan, shard_layers, tensor_plan
-from .sharded import Checkpointer
+from .sharded import Checkpointer, collect_state, load_state
 
 # FSDP2 warns of blocks that return views, as those do that end with a sharded layer: changing such
 # an output in place would break backward. Nothing here changes a block's output in place.
@@ -42,9 +41,6 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* view")
 # Saving gathers a tensor over one dimension of the mesh after the other, and DTensor's logger warns
 # that one message would be faster.
 getLogger("torch.distributed.tensor").setLevel("ERROR")
-
-# All types that gloo and NCCL can broadcast and that pickle can copy.
-SENDABLE_TYPES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 
 
 class Parallel:
@@ -207,29 +203,14 @@ class Parallel:
                     raise UserError(f"copies of {name} drift apart; {advice}")
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
-        options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model_state, optimizer_state = dsd.get_state_dict(self.module, optimizer, options=options)
-        # PyTorch leaves out the key "state" on other ranks.
-        return {"model": model_state, "optimizer": {"state": optimizer_state.get("state", {})}}
+        """Return copies of all weights and optimizer state on rank 0's CPU; a collective."""
+        return collect_state(self.module, optimizer, keeps=self.process.rank == 0)
 
     def load_full_state_dict(
         self, model: Any, optimizer: Optimizer | None = None, state: Any = None
     ) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
-        options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        dsd.set_model_state_dict(self.module, model, options=options)
-        if optimizer is None:
-            return
-        # This creates a state to load into. The groups stay: they hold this run's settings.
-        state_dict = dsd.get_optimizer_state_dict(self.module, optimizer)
-        if not state_dict["state"]:
-            # Only plain SGD still has none, and PyTorch fails if there is nothing to broadcast.
-            return
-        state_dict["state"] = {} if state is None else state
-        # A parameter that never had a gradient has no state, which strict loading rejects.
-        options.strict = False
-        dsd.set_optimizer_state_dict(self.module, optimizer, state_dict, options=options)
+        load_state(self.module, optimizer, model, state, self.process)
 
 
 def refuse_shared(block: nn.Module) -> None:
@@ -247,11 +228,9 @@ def refuse_shared(block: nn.Module) -> None:
 def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
-        # Loading a checkpoint broadcasts buffers, element by element in the order of their memory.
-        buffer_type = str(buffer.dtype).removeprefix("torch.")
-        if buffer_type not in SENDABLE_TYPES.split() or not buffer.is_contiguous():
-            problem = f"buffer {name} cannot be sent"
-            raise UserError(f"{problem}; make it contiguous, of a type like int32")
+        if not buffer.is_contiguous():
+            # Loading a checkpoint copies into a buffer, which one that is expanded rejects.
+            raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
             problem = "train.activation_checkpointing updates BatchNorm's statistics twice"

@@ -2,17 +2,17 @@
 class DatasetConfig:
     """Proximal policy optimization (Schulman et al. 2017); a sample is an environment."""
 
-    steps: int = 256
+    steps: PositiveInt = 256
     """Number of steps in each environment that one step of training learns from."""
-    passes: int = 10
+    passes: PositiveInt = 10
     """Number of passes over these steps."""
-    minibatches: int = 4
+    minibatches: PositiveInt = 4
     """Number of updates of the weights per pass, each with another part of the steps."""
-    discount: float = 0.99
+    discount: PositiveFloat = 0.99
     """Factor by which a reward counts less for each step that it lies in the future."""
     gae_lambda: float = 0.95
     """Generalized advantage estimation: 0 trusts the critic at once; 1, only observed rewards."""
-    clip: float = 0.2
+    clip: PositiveFloat = 0.2
     """Change of an action's probability, as a ratio, beyond which the loss has no gradient."""
     entropy_weight: float = 0.0
     """Weight of the policy's entropy in the loss, against settling on one action too early."""
@@ -34,9 +34,9 @@ class ModelConfig:
 
     environment: str = "CartPole-v1"
     """Id of an environment with vectors as observations, discrete actions and limited episodes."""
-    width: int = 64
+    width: PositiveInt = 64
     """Number of features in each hidden layer of the actor and of the critic."""
-    depth: int = 2
+    depth: PositiveInt = 2
     """Number of hidden layers in each of them."""
     weights: str | None = field(default=None, metadata={"file": True})
     """File that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""

@@ -84,6 +84,7 @@ class Environment:
             ``ended``: Whether the episode was terminated, or cut off at its maximum length.
         """
         observation, reward, terminated, truncated, _ = self.gym.step(action)
+        # Some environments return numbers of another type than the model's weights.
         next_observation = torch.as_tensor(observation, dtype=torch.float32)
         ended = terminated or truncated
         self.observation = next_observation
@@ -112,6 +113,7 @@ def collect(policy: Policy, numbers: list[int], step: int, config: Config) -> di
     transitions = []
     for time in range(config.dataset.steps):
         transitions.append(act(policy, environments, uniform[:, time]))
+    # All transitions have the same names.
     experience = {}
     for name in transitions[0]:
         over_time = [transition[name] for transition in transitions]

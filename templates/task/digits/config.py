@@ -2,15 +2,8 @@
 class DatasetConfig:
     """UCI's optical digits: 1,797 images of 8x8 pixels, shipped with the package."""
 
-    max_shift: int = 0
+    max_shift: Annotated[int, 0, 7] = 0
     """Augmentation: shift each training image at random, by up to this many pixels."""
-
-    def check(self, config: "Config", world_size: int) -> None:
-        """Reject shifts that move an image out of view."""
-        if self.max_shift >= 8:
-            raise UserError(
-                f"dataset.max_shift is {self.max_shift}; give 0 to 7, for images of 8x8 pixels"
-            )
 
 
 @dataclass
@@ -19,9 +12,9 @@ class ModelConfig:
 
     # GroupNorm normalizes the channels in this many groups. Without a type, it is not a setting.
     groups = 8
-    width: int = 16
+    width: PositiveInt = 16
     """Number of channels in the first half, a multiple of 8; the second half has twice as many."""
-    depth: int = 2
+    depth: PositiveInt = 2
     """Number of residual blocks in each half."""
     weights: str | None = field(default=None, metadata={"file": True})
     """File that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""

@@ -21,6 +21,10 @@ class Task:
     def __init__(self, config: Config, device: torch.device) -> None:
         """Build what the losses need, such as a teacher, which is then frozen in eval mode."""
 
+    def augment(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return a local batch as it is trained on, such as mixed; evaluation skips this."""
+        return inputs, targets
+
     def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return a local batch with what is computed for it once, such as a teacher's outputs."""
         return inputs, targets

@@ -4,9 +4,9 @@ class DatasetConfig:
 
     path: str | None = field(default=None, metadata={"file": True})
     """File of text, or of tokens by scripts/prepare.py (.bin); null: Python's standard library."""
-    max_bytes: int | None = None
+    max_bytes: PositiveInt | None = None
     """Use only this many bytes or tokens; null: all of a file, 4,000,000 bytes of the library."""
-    test_bytes: int = 200_000
+    test_bytes: PositiveInt = 200_000
     """Number of bytes or tokens at the end for the test set; as many before them validate."""
 
 
@@ -14,13 +14,13 @@ class DatasetConfig:
 class ModelConfig:
     """A GPT over bytes or tokens."""
 
-    width: int = 128
+    width: PositiveInt = 128
     """Number of features per position, a multiple of the number of heads."""
-    layers: int = 4
+    layers: PositiveInt = 4
     """Number of transformer blocks."""
-    heads: int = 4
+    heads: PositiveInt = 4
     """Number of attention heads per block."""
-    context: int = 64
+    context: PositiveInt = 64
     """Number of bytes or tokens that the model reads at a time: the length of each sample."""
     weights: str | None = field(default=None, metadata={"file": True})
     """File that a new run starts from: a checkpoint, a state_dict or a .safetensors file."""

@@ -86,7 +86,6 @@ def describe(path: str | None) -> dict[str, Any]:
 def read_tokens(config: DatasetConfig) -> np.ndarray:
     """Return the tokens of the file, or of Python's standard library."""
     if config.path is not None:
-        # All processes of a machine share the memory of a memory-mapped file.
         dtype = describe(config.path)["dtype"]
         tokens = np.memmap(config.path, dtype, mode="r")
         return tokens[: config.max_bytes]

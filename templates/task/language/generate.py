@@ -44,7 +44,6 @@ def generate(options: Any, config: Config, given: set[str], process: Process) ->
         tokens.append(choices[0])
     if process.rank == 0:
         if tokenizer is None:
-            # A model of bytes may write some that are no UTF-8.
             print(bytes(tokens).decode(errors="replace"))
         else:
             print(tokenizer.decode(tokens))

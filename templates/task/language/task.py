@@ -36,15 +36,16 @@ class Task:
             peak = PEAKS.get(torch.cuda.get_device_name(device), 0.0)
             self.peak_per_rank = 1e12 * peak * devices
 
+    def augment(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return a local batch as it is trained on, such as mixed; evaluation skips this."""
+        return inputs, targets
+
     def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return a local batch with what is computed for it once, such as a teacher's outputs."""
         return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return sums by name, of logits (batch, time, vocabulary) and targets (batch, time).
-
-        Only ``loss`` is trained, and all are logged. A target of -100 is none.
-        """
+        """Return sums by name, of logits and (batch, time) targets; only ``loss`` is trained."""
         # Losses are computed in fp32, even if the model computes in bf16 or fp16.
         logits = outputs.float().flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
@@ -61,10 +62,7 @@ class Task:
         logits = outputs.float().flatten(0, 1)
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         losses = losses.view_as(targets)
-        return {
-            "loss": losses.sum(dim=1),
-            "count": (targets != -100).sum(dim=1),
-        }
+        return {"loss": losses.sum(dim=1), "count": (targets != -100).sum(dim=1)}
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return the metrics of a set from those of its samples; ``loss`` is in nats per token."""

@@ -32,25 +32,21 @@ def build_parser(config_files: list[str]) -> ArgumentParser:
     """Build the parser of all subcommands; the values in ``config_files`` become its defaults."""
     parser = ArgumentParser(prog=__package__, exit_on_error=False, allow_abbrev=False)
     add_subcommand = parser.add_subcommands(required=True, dest="command").add_subcommand
-
     train = build_settings_parser(config_files)
     add_subcommand("train", train, help="train, or resume run.dir")
-
     evaluate = build_settings_parser(config_files, skip={"checkpoint"})
     add_checkpoint(evaluate)
-    add_subcommand("evaluate", evaluate, help="print the metrics of a checkpoint on the test set")
-
+    evaluate.add_argument("--split", choices=["validation", "test"], default="test", help="Set.")
+    add_subcommand("evaluate", evaluate, help="print the metrics of a checkpoint")
     export = ArgumentParser(exit_on_error=False)
     add_checkpoint(export)
     export.add_argument("--output", required=True, help="The file to write.")
     add_subcommand("export", export, help="write a checkpoint's weights as a .safetensors file")
-
     plot = ArgumentParser(exit_on_error=False)
     plot.add_argument("--runs", type=list[str], required=True, help="Directories of runs.")
     plot.add_argument("--output", required=True, help="The file to write.")
     add_subcommand("plot", plot, help="draw the metrics of runs into a picture")
     #:: if file("task", "generate.py") ::#
-
     generate = build_settings_parser(config_files, skip={"checkpoint"})
     add_checkpoint(generate)
     generate.add_argument("--prompt", type=str, default="", help="The text to continue.")
@@ -62,7 +58,6 @@ def build_parser(config_files: list[str]) -> ArgumentParser:
     add_subcommand("generate", generate, help="continue a prompt with the model of a checkpoint")
     #:: endif ::#
     #:: if fact("shards") ::#
-
     estimate = build_settings_parser(config_files)
     estimate.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
     estimate.add_argument(
@@ -71,7 +66,6 @@ def build_parser(config_files: list[str]) -> ArgumentParser:
     add_subcommand("estimate", estimate, help="print the memory of a rank, and whether it fits")
     #:: endif ::#
     #:: if fact("doctor") ::#
-
     doctor = build_settings_parser(config_files)
     add_subcommand("doctor", doctor, help="check what breaks a first run on several machines")
     #:: endif ::#
@@ -82,7 +76,7 @@ def build_settings_parser(config_files: list[str], skip: set[str] | None = None)
     """Build a subcommand's parser of all settings, without the sections in ``skip``."""
     parser = ArgumentParser(exit_on_error=False)
     parser.default_config_files = config_files
-    # parse() has read --config; here, it is listed by --help, and brings --print_config.
+    # parse() takes --config away: here, it is only listed by --help, and brings --print_config.
     config_help = "A YAML file of settings; default: configs/default.yaml."
     parser.add_argument("--config", action="config", help=config_help)
     parser.add_class_arguments(Config, skip=skip)
@@ -98,7 +92,7 @@ def add_checkpoint(command: ArgumentParser) -> None:
 
 def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
     """Return the subcommand, the settings, and the other options."""
-    # --config is read first, as defaults: options count more, even those that stand before it.
+    # jsonargparse would let --config override the options before it. Here, it gives defaults.
     early_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early_parser.add_argument("--config", action="append", default=[])
     early_options, other_words = early_parser.parse_known_args(words)
@@ -168,6 +162,8 @@ def check_writable(run_dir: str) -> None:
     if os.environ.get("NODE_RANK", "0") != "0":
         # Only rank 0 creates run.dir, and other machines may not see it yet.
         return
+    if run_dir.startswith("~"):
+        raise UserError(f"run.dir is {run_dir}; write $HOME instead of ~, or a whole path")
     # The run creates what is missing, inside the nearest folder that exists.
     folder = Path(run_dir).absolute()
     while not folder.exists():
@@ -244,8 +240,7 @@ def run_together(subcommand: str, config: Config, options: Namespace, given: set
             generate(options, config, given, process)
         #:: endif ::#
         else:
-            evaluate(options.checkpoint, config, given, process)
-        # The process ends here, with an exit code that tells a stopped run from a finished one.
+            evaluate(options, config, given, process)
         cleanup(process, stopped)
     except Exception as error:
         # The other ranks wait for this one; fail() reports the error to them and ends the process.
@@ -256,7 +251,10 @@ def main(argv: Sequence[str]) -> None:
     """Check the settings, and run one subcommand on this rank; ``--preflight`` only checks."""
     words = [word for word in argv if word != "--preflight"]
     # A checkpoint brings its own settings, which count unless they are given on the command line.
-    given = {word[2:].split("=")[0] for word in words if word.startswith("--")}
+    given = set()
+    for word in words:
+        if word.startswith("--"):
+            given.add(word[2:].split("=")[0])
     try:
         subcommand, config, options = parse(words)
         check(subcommand, config, options)
@@ -276,4 +274,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":
+        # Sets would have another order in each rank and each start. Python reads this only once.
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, sys.orig_argv)
     main(sys.argv[1:])

@@ -2,14 +2,11 @@
 
     {"model": state_dict, "optimizer": {"state": {"stem.conv.weight": {"exp_avg": ...}, ...}},
      "progress": {"step": 440, "epoch": 20, "samples": 0}, "config": {...}, "scaler": {...}}
-
-Random states are not saved, because every step seeds its own random numbers.
-"""
+Every step seeds its own random numbers: no random state is saved."""
 
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import asdict
 from logging import getLogger
 from pathlib import Path
@@ -17,27 +14,25 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only  # Private; the package optree has the same.
 
 from . import files
 from .config import Config, UserError
 from .distributed import Process
+from .files import Content
 
 
-def read_on_main(read_content: Callable[[], dict[str, Any]], process: Process) -> dict[str, Any]:
+def read_on_main(read_content: Callable[[], Content], process: Process) -> Content:
     """Return on rank 0 what ``read_content`` returns, and on the other ranks only its header."""
-    content: dict[str, Any] = {}
+    content: Content = {}
 
-    def read_header() -> dict[str, Any]:
+    def read_header() -> Content:
         content.update(read_content())
-        optimizer_state = content.get("optimizer", {}).get("state", {})
-        header = {"parameters_with_state": set(optimizer_state)}
-        for name, part in content.items():
-            # A sharded checkpoint has no "optimizer" here, but its own "parameters_with_state".
-            if name not in ("model", "optimizer"):
-                header[name] = part
+        header = dict(content)
+        header.pop("model", None)
+        header.pop("optimizer", None)
         return header
 
     # The store passes the small header on. The content stays empty where it was not read.
@@ -59,10 +54,9 @@ class Checkpointer:
         self.initial_content = read_on_main(self.read_initial_content, process)
         # A thread writes while training continues; `with writer` waits for it even after a failure.
         self.writer = ThreadPoolExecutor(max_workers=1)
-        # The save that goes on, or one that has ended and whose error was not read yet.
         self.pending: Future[None] | None = None
 
-    def read_initial_content(self) -> dict[str, Any]:
+    def read_initial_content(self) -> Content:
         """Return a checkpoint to resume from, or initial weights, or an empty dictionary."""
         # mkdir fails at a link to an unmounted disk, where the run would otherwise start anew.
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -107,6 +101,9 @@ class Checkpointer:
         digests = self.process.on_main(lambda: files.digest_files(self.config.files()))
         self.settings = asdict(self.config)
         self.settings["content"] = {"number of samples": set_sizes, **digests}
+        self.settings["code"] = {}
+        for path in Path(__file__).parent.glob("*.py"):
+            self.settings["code"][path.name] = files.digest(path)
         content = self.initial_content
         if "progress" not in content:
             if self.config.model.weights is not None:
@@ -114,50 +111,32 @@ class Checkpointer:
             return 0, []
         changes = self.compare_settings(content["config"])
         self.load(parallel, content, optimizer)
-        self.repair_optimizer_state()
         # The state is empty unless the saved run scaled its loss, as fp16 requires.
         if content["scaler"]:
             parallel.scaler.load_state_dict(content["scaler"])
         return content["progress"]["step"], changes
 
     @staticmethod
-    def load(parallel: Any, content: dict[str, Any], optimizer: Optimizer | None = None) -> None:
+    def load(parallel: Any, content: Content, optimizer: Optimizer | None = None) -> None:
         """Load what ``read_on_main`` returned into the model, and into the optimizer if given."""
         # The tensors leave the content, so that their memory is free after they were loaded.
-        state = {
-            "model": content.pop("model", {}),
-            "optimizer": content.pop("optimizer", {}),
-        }
-        # load_full_state_dict sends raw memory: channels_last would arrive permuted.
-        state = tree_map_only(Tensor, Tensor.contiguous, state)
-        parallel.load_full_state_dict(state["model"], optimizer, state["optimizer"].get("state"))
+        weights = content.pop("model", {})
+        optimizer_state = content.pop("optimizer", {}).get("state", {})
+        parallel.load_full_state_dict(weights, optimizer, optimizer_state)
 
-    def repair_optimizer_state(self) -> None:
-        """Undo what loading has changed in the optimizer's state beyond its values."""
-        for name, parameter in self.parallel.module.named_parameters():
-            if name not in self.initial_content["parameters_with_state"]:
-                # Loading has created a state here too, whose step count AdamW would go on from.
-                self.optimizer.state.pop(parameter, None)
-                continue
-            state = self.optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                # A fused optimizer requires the memory layout of its parameter.
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[key] = torch.empty_like(parameter).copy_(value)
-
-    def compare_settings(self, saved_settings: dict[str, Any]) -> list[str]:
+    def compare_settings(self, saved_settings: Content) -> list[str]:
         """Return which settings changed; raises UserError if it is one that a run has to keep."""
         # A change here would give weights another meaning, or the rest of the epoch other samples.
         fixed_sections = {"content", "dataset", "model"}
         fixed_settings = {"run.seed", "data.global_batch_size"}
         # A file or run.dir may have moved, and a resumed run does not read the initial weights.
         ignored = {*self.config.files(), "run.dir", "model.weights", "the content of model.weights"}
-        defaults = asdict(Config())
+        defaults = asdict(Config()) | {"code": self.settings["code"]}
         changes = []
         for section, settings in self.settings.items():
             for key, value in settings.items():
-                name = f"the {key}" if section == "content" else f"{section}.{key}"
-                # A checkpoint of an older version lacks newer settings, whose defaults then held.
+                name = {"content": f"the {key}", "code": key}.get(section, f"{section}.{key}")
+                # An older checkpoint lacks newer settings, whose defaults then held, and the code.
                 default = defaults.get(section, {}).get(key)
                 saved_value = saved_settings.get(section, {}).get(key, default)
                 if value == saved_value or name in ignored:
@@ -174,16 +153,12 @@ class Checkpointer:
         content = self.begin_save(progress) | self.parallel.full_state_dict(self.optimizer)
         if self.process.rank != 0:
             return path
-        # The next step changes the tensors, so the thread needs a copy. full_state_dict has copied
-        # those on an accelerator; an optimizer that is not fused has step counts on the CPU, too.
-        is_copy = self.process.device.type != "cpu" and self.optimizer.defaults.get("fused")
-        if not is_copy:
-            content = deepcopy(content)
+        # The thread writes copies, because the next step changes the tensors.
         self.pending = self.writer.submit(self.write, content, path)
         return path
 
-    def begin_save(self, progress: dict[str, int]) -> dict[str, Any]:
-        """Wait for the previous save, check the weights, and return what is equal on all ranks."""
+    def begin_save(self, progress: dict[str, int]) -> Content:
+        """Wait, average buffers, check the weights, and return what is equal on all ranks."""
         self.wait_for_writers()
         self.report_failed_save()
         self.parallel.average_buffers()
@@ -196,10 +171,14 @@ class Checkpointer:
                 raise UserError(f"step {progress['step']} is not saved: {problem}")
             if not parameter.sum().isfinite():
                 raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
+        for name, buffer in self.parallel.module.named_buffers():
+            # A mask may hold infinity.
+            if buffer.isnan().any():
+                raise UserError(f"step {progress['step']} is not saved: {name} has NaN")
         scaler_state = self.parallel.scaler.state_dict()
         return {"progress": progress, "config": self.settings, "scaler": scaler_state}
 
-    def write(self, content: dict[str, Any], path: Path) -> None:
+    def write(self, content: Content, path: Path) -> None:
         """Write a checkpoint, and check that a run's first one can be read."""
         files.write_atomically(path, lambda file: torch.save(content, file))
         # torch.save accepts what weights_only rejects, such as NumPy's numbers: reading shows it.
@@ -209,13 +188,16 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; raises its error if it fails."""
         self.wait_for_writers()
-        error = self.pop_error()
-        if error is not None:
-            raise error
+        self.report_failed_save(raises=True)
 
-    def report_failed_save(self) -> None:
-        """Print once why the last checkpoint could not be written; never waits for it."""
-        error = self.pop_error()
+    def report_failed_save(self, raises: bool = False) -> None:
+        """Print or raise once why the last checkpoint could not be written; never waits for it."""
+        if self.pending is None or not self.pending.done():
+            return
+        error = self.pending.exception()
+        self.pending = None
+        if error is not None and raises:
+            raise error
         if error is not None and self.process.rank == 0:
             getLogger(__name__).error(f"error: {error}; the run continues and saves again when due")
 
@@ -230,14 +212,6 @@ class Checkpointer:
         # out while rank 0 still writes. In a sharded save, each rank has a thread that writes.
         self.process.on_main(wait_for_thread)
         wait_for_thread()
-
-    def pop_error(self) -> BaseException | None:
-        """Return the error of a save that has ended, once; None if it succeeded or goes on."""
-        if self.pending is None or not self.pending.done():
-            return None
-        error = self.pending.exception()
-        self.pending = None
-        return error
 
     def prune(self, best_first: list[int]) -> None:
         """Let rank 0 remove all checkpoints but the newest ``checkpoint.keep`` and the best."""
@@ -256,6 +230,27 @@ class Checkpointer:
         for path in checkpoints:
             if path not in kept:
                 files.remove(path)
+
+
+def copy_state(module: nn.Module, optimizer: Optimizer, copy: Any) -> Content:
+    """Return weights and optimizer state by name, with a copy of each tensor."""
+    state = {}
+    for name, parameter in module.named_parameters():
+        # A parameter that never had a gradient has no state.
+        if parameter in optimizer.state:
+            state[name] = optimizer.state[parameter]
+    content = {"model": module.state_dict(), "optimizer": {"state": state}}
+    return tree_map_only(Tensor, copy, content)
+
+
+def load_parameter_state(optimizer: Optimizer, parameter: Tensor, state: Content) -> None:
+    """Give a parameter its saved optimizer state; the optimizer itself would change its types."""
+    # Steps are counted on the CPU, unless one of these options says that the device does.
+    device_counts = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+    for key, value in state.items():
+        if isinstance(value, Tensor) and (key != "step" or device_counts):
+            value = value.to(parameter.device)
+        optimizer.state[parameter][key] = value
 
 
 def export(path: Path, output: Path) -> None:

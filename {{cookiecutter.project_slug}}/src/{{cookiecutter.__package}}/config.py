@@ -1,16 +1,16 @@
 """Settings, whose docstrings ``--help`` shows; without PyTorch, so that a mistake shows at once."""
 
-import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from jsonargparse import set_parsing_settings
 
 # A null is rejected where a type has no None: without a sentinel, it would mean "not given".
 set_parsing_settings(docstring_parse_attribute_docstrings=True, unset_sentinel=True)
-# More loader processes would bring a machine down, and a longer time overflows a timedelta.
-LIMITS = {"data.num_workers": 1024, "distributed.timeout_seconds": 1e9}
+# The lowest and the highest value of a setting stand in its type; without any, 0 is the lowest.
+PositiveInt = Annotated[int, 1, 10**15]
+PositiveFloat = Annotated[float, 1e-30, 1e300]
 
 
 class UserError(Exception):
@@ -23,7 +23,7 @@ class RunConfig:
 
     dir: str = "runs/default"
     """Directory that the run writes to, created if missing. The same command resumes the run."""
-    seed: int = 0
+    seed: Annotated[int, 0, 2**63 - 1] = 0
     """Seed of the initial weights, the order of the data and its augmentation."""
 
 
@@ -31,11 +31,11 @@ class RunConfig:
 class DataConfig:
     """How samples are grouped into batches."""
 
-    global_batch_size: int = 64
+    global_batch_size: PositiveInt = 64
     """Number of samples per optimizer step, over all ranks together."""
-    eval_batch_size: int = 256
+    eval_batch_size: PositiveInt = 256
     """Number of samples per forward pass of evaluation, on each rank."""
-    num_workers: int = 0
+    num_workers: Annotated[int, 0, 1024] = 0
     """Number of loader processes per rank; 0 loads samples in the rank's own process."""
 
 
@@ -49,7 +49,7 @@ class DataConfig:
 class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     min_lr_ratio: float = 0.0
     """Learning rate at the last step of ``train.epochs``, as a fraction of the peak."""
@@ -67,11 +67,11 @@ class OptimConfig:
 class TrainConfig:
     """The training loop."""
 
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Number of passes over the training set."""
-    max_steps: int | None = None
+    max_steps: PositiveInt | None = None
     """Stop after this many steps; the schedule does not change, so that a later run can resume."""
-    microbatches: int = 1
+    microbatches: PositiveInt = 1
     """Number of parts that a rank splits its local batch into, to save memory."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward and backward passes. Weights stay in fp32; fp16 scales the loss."""
@@ -83,11 +83,11 @@ class TrainConfig:
     """Keep only each block's input, and recompute the rest: less memory, more computation."""
     allow_unused: bool = False
     """Accept parameters that the loss does not depend on; otherwise they are an error."""
-    clip_grad_norm: float | None = None
+    clip_grad_norm: PositiveFloat | None = None
     """Maximum norm of the gradient over all parameters; null turns clipping off."""
-    log_every: int = 10
+    log_every: PositiveInt = 10
     """Number of steps between two records. The loop waits for the device only when it logs."""
-    eval_every: int | None = None
+    eval_every: PositiveInt | None = None
     """Number of steps between two evaluations, each after a checkpoint; null: only at the end."""
     profile: bool = False
     """Write a trace of steps 11 to 15 of each rank to run.dir, for https://ui.perfetto.dev."""
@@ -97,9 +97,9 @@ class TrainConfig:
 class CheckpointConfig:
     """What a run saves, and what it resumes from."""
 
-    every_steps: int | None = None
+    every_steps: PositiveInt | None = None
     """Number of steps between two checkpoints; null saves only before an evaluation."""
-    keep: int = 2
+    keep: PositiveInt = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
     resume: str = "auto"
     """auto: resume if run.dir has a checkpoint. never: reject such a run.dir. PATH: start there."""
@@ -119,7 +119,7 @@ class DistributedConfig:
     """Communication backend. auto: that of the device, NCCL for NVIDIA GPUs, gloo for CPUs."""
     init_method: str = "env://"
     """How ranks meet: env:// (the launcher's variables), tcp://HOST:PORT or file:///PATH."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: Annotated[float, 1e-30, 1e9] = 600.0
     """Longest time in seconds to wait for other ranks; then the run ends with an error."""
 
 
@@ -150,9 +150,9 @@ class Config:
     def check(self, world_size: int, trains: bool) -> None:
         """Reject values that cannot work on ``world_size`` ranks, in training or otherwise."""
         for section, settings in vars(self).items():
-            defaults = type(settings)()
-            for name, value in vars(settings).items():
-                check_value(f"{section}.{name}", value, getattr(defaults, name))
+            for setting in fields(settings):
+                value = getattr(settings, setting.name)
+                check_value(f"{section}.{setting.name}", value, setting.type)
         paths = self.files()
         if not trains:
             # A checkpoint has the weights; the file that they started from may be gone.
@@ -167,7 +167,6 @@ class Config:
                 f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1"
             )
         for settings in vars(self).values():
-            # Not every section has settings that depend on each other.
             if hasattr(settings, "check"):
                 settings.check(self, world_size)
         # Every local batch has an equal part of the samples, and so has each of its micro-batches.
@@ -180,17 +179,18 @@ class Config:
             )
 
 
-def check_value(name: str, value: Any, default: Any) -> None:
-    """Reject an empty text, and a number that is not positive; zero may be the default."""
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Reject an empty text, and a number outside of the bounds of its type."""
     if value == "":
         raise UserError(f"{name} is {value!r}; give a text")
     # Not isinstance(): a bool is an int, too.
-    if type(value) not in (int, float) or value == default == 0:
+    if type(value) not in (int, float):
         return
-    limit = LIMITS.get(name, math.inf)
-    if isinstance(value, int):
-        # Generators and tensors take integers of 64 bits.
-        limit = min(limit, 2**63)
+    bounds: Any = (0, 1e300)
+    for part in (hint, *get_args(hint)):
+        # PositiveInt | None has PositiveInt as a part.
+        bounds = getattr(part, "__metadata__", bounds)
+    low, high = bounds
     # NaN is rejected too: every comparison with it is false.
-    if not 0 < value < limit:
-        raise UserError(f"{name} is {value!r}; give a number > 0 and < {limit:g}")
+    if not low <= value <= high:
+        raise UserError(f"{name} is {value!r}; give a number from {low:g} to {high:g}")

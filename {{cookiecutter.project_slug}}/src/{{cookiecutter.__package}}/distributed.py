@@ -2,8 +2,8 @@
 
 import ctypes
 import gc
+import json
 import os
-import pickle
 import random
 import signal
 import sys
@@ -41,24 +41,24 @@ class Process:
     num_calls: int = 0  # The number of calls of on_main, the same on all ranks.
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        """Read or write files on rank 0; every rank gets the result, or the error as UserError."""
+        """Read or write files on rank 0; all ranks get the result, by JSON, or an error."""
         self.num_calls += 1
         key = f"main{self.num_calls}"
         if self.rank == 0:
             try:
-                result = action()
+                answer = json.dumps({"result": action()})
             except Exception as error:
                 # All ranks have to end, whatever the error is; one that nobody expects is a bug.
                 if not isinstance(error, UserError | OSError):
                     traceback.print_exc()
-                result = UserError(str(error))
-            self.store.set(key, pickle.dumps(result))
+                answer = json.dumps({"error": str(error)})
+            self.store.set(key, answer)
         # Ranks wait in the store: the timeout of a collective is too short for large files.
         self.store.wait([key], FILE_TIMEOUT)
-        result = pickle.loads(self.store.get(key))
-        if isinstance(result, UserError):
-            raise result
-        return result
+        answer = json.loads(self.store.get(key))
+        if "error" in answer:
+            raise UserError(answer["error"])
+        return answer["result"]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
@@ -114,7 +114,7 @@ def setup(config: Config, process: Process) -> None:
     # NCCL ends a process that waits too long, before Python can print anything. So the gloo group
     # gives up first, and failures.py finds out which ranks are silent.
     group_timeout = timeout if backend == "gloo" else 2 * timeout
-    # An argument would not do: init_device_mesh creates groups, too, and has no plain one.
+    # PyTorch reads these for every new group. init_device_mesh has no argument for a timeout.
     distributed_c10d.default_pg_timeout = group_timeout
     distributed_c10d.default_pg_nccl_timeout = group_timeout
     dist.init_process_group(
@@ -166,13 +166,14 @@ def choose_algorithms(exact: bool) -> None:
 
 
 def cleanup(process: Process, stopped: bool = False) -> None:
-    """Leave the process group, and end the process: exit code 0, or 143 if a signal stopped it."""
+    """Leave the process group, and end the process: exit code 0, or 130 or 143 after a stop."""
+    code = int(process.store.get("stop")) if stopped else 0
     # Rank 0 may hold the store, which others still read.
     dist.barrier(group=process.cpu_group)
     dist.destroy_process_group()
     # Loader processes end when nothing refers to their loader.
     gc.collect()
-    exit_now(128 + signal.SIGTERM if stopped else 0)
+    exit_now(code)
 
 
 def exit_now(code: int) -> NoReturn:
@@ -211,9 +212,10 @@ class StopSignal:
         for number in STOP_SIGNALS:
             signal.signal(number, self.receive)
 
-    def receive(self, *_: object) -> None:
+    def receive(self, number: int, _: object) -> None:
         """Handle a signal. A handler must not call a collective, which it may interrupt."""
-        self.process.store.set("stop", "")
+        # Shells tell by these codes whether Ctrl-C or a scheduler ended a command.
+        self.process.store.set("stop", "130" if number == signal.SIGINT else "143")
 
     def agreed(self, must_check: bool) -> bool:
         """Return after a step, on all ranks, whether any rank is known to have got a signal."""

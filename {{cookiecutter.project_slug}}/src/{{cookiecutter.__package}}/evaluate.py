@@ -16,6 +16,8 @@ from .loader import build_loader, to_device
 from .parallel import Parallel
 from .task import Task
 
+Metrics = dict[str, np.ndarray]  # One value of each sample, by the metric's name.
+
 
 class Evaluator:
     """Evaluates a model on a dataset when it is called, which is a collective."""
@@ -35,9 +37,13 @@ class Evaluator:
     def __call__(self, process: Process) -> dict[str, Any]:
         """Return on rank 0 what ``Task.aggregate`` makes of all samples; {} on the other ranks."""
         self.parallel.average_buffers()
+        # An experiment may keep a part of the model in eval mode: train() would end that.
+        modules = self.parallel.module.modules()
+        training_modules = [module for module in modules if module.training]
         self.parallel.module.eval()
         measured = self.measure()
-        self.parallel.module.train()
+        for module in training_modules:
+            module.training = True
         parts: Any = [None] * process.world_size if process.rank == 0 else None
         dist.gather_object(measured, parts, group=process.cpu_group)
         return {} if parts is None else self.aggregate(parts)
@@ -48,7 +54,7 @@ class Evaluator:
     #:: endfilter ::#
     #:: else ::#
     @torch.no_grad()
-    def measure(self) -> dict[str, np.ndarray]:
+    def measure(self) -> Metrics:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
         for batch in self.loader:
@@ -56,11 +62,10 @@ class Evaluator:
             inputs, targets = self.task.prepare(inputs, targets)
             outputs = self.parallel.predict(inputs)
             if outputs is None:
-                # Under some strategies, only some ranks have outputs.
                 continue
-            measured = self.task.metrics(outputs, targets)
-            if not isinstance(measured, dict):
-                raise UserError("Task.metrics returns no dictionary")
+            measured: Any = self.task.metrics(outputs, targets)
+            if not isinstance(measured, dict) or "index" in measured:
+                raise UserError("Task.metrics returns no dictionary, or a metric named index")
             for name, values in measured.items():
                 # A loader process's tensor keeps a file open, so a copy is kept. NumPy has no bf16.
                 copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
@@ -68,7 +73,7 @@ class Evaluator:
         return self.to_numpy(collected)
     #:: endif ::#
 
-    def to_numpy(self, collected: dict[str, list[Tensor]]) -> dict[str, np.ndarray]:
+    def to_numpy(self, collected: dict[str, list[Tensor]]) -> Metrics:
         """Join the batches' metrics, and drop those of repeated samples."""
         count = len(self.indices) if collected else 0
         metrics = {"index": np.array(self.indices[:count], dtype=np.int64)}
@@ -79,7 +84,7 @@ class Evaluator:
             metrics[name] = values[:count].cpu().numpy()
         return metrics
 
-    def aggregate(self, parts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    def aggregate(self, parts: list[Metrics]) -> dict[str, Any]:
         """Merge the metrics of all ranks, and aggregate them."""
         parts = [part for part in parts if len(part["index"]) > 0]
         # Sums of floats depend on their order; the dataset's is the same on any number of ranks.
@@ -100,10 +105,14 @@ class Evaluator:
         return metrics
 
 
-def evaluate(path: str, config: Config, given: set[str], process: Process) -> None:
-    """Evaluate a checkpoint on the test set, and print its metrics as one line of JSON."""
-    task, parallel, test_set, step = load_experiment(path, config, given, process)
-    metrics = Evaluator(task, parallel, test_set, config)(process)
+def evaluate(options: Any, config: Config, given: set[str], process: Process) -> None:
+    """Evaluate a checkpoint on ``options.split``, and print its metrics as one line of JSON."""
+    path = options.checkpoint
+    task, parallel, datasets, step = load_experiment(path, config, given, process)
+    dataset = datasets[2]
+    if options.split == "validation":
+        dataset = datasets[1]
+    metrics = Evaluator(task, parallel, dataset, config)(process)
     if process.rank == 0:
-        head = {"event": "eval", "step": step, "split": "test", "num_samples": len(test_set)}
+        head = {"event": "eval", "step": step, "split": options.split, "num_samples": len(dataset)}
         print(json.dumps(dict(**head, **metrics)))

@@ -56,10 +56,8 @@ def build_task(config: Config, device: torch.device) -> Task:
     return task
 
 
-def load_experiment(
-    path: str, config: Config, given: set[str], process: Process
-) -> tuple[Task, Parallel, Any, int]:
-    """Return task, model, test set and step of a checkpoint; settings ``given`` override its."""
+def load_experiment(path: str, config: Config, given: set[str], process: Process) -> Any:
+    """Return task, model, data sets and step of a checkpoint; settings ``given`` override its."""
     content = read_on_main(lambda: Parallel.checkpointer.read(Path(path)), process)
     if "config" not in content:
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")
@@ -67,8 +65,7 @@ def load_experiment(
     config.check(process.world_size, trains=False)
     task, parallel, datasets = build_experiment(config, process)
     Parallel.checkpointer.load(parallel, content)
-    test_set = datasets[2]
-    return task, parallel, test_set, content["progress"]["step"]
+    return task, parallel, datasets, content["progress"]["step"]
 
 
 def apply_saved_settings(config: Config, saved: Any, given: set[str], warns: bool) -> None:

@@ -70,7 +70,6 @@ def find_dead_loader(error: Exception, process: Process) -> Exception:
         time.sleep(0.2 if process.rank == 0 else 0.7)
     except RuntimeError as dead_loader:
         error = dead_loader
-    # Another death would interrupt the report.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     return error
 
@@ -95,7 +94,6 @@ def describe(error: Exception) -> str:
     if "Traceback (most recent call last)" in text:
         # A loader process sends its traceback as text, whose last line is its error.
         text = text.rstrip().splitlines()[-1]
-    # Lines of gloo's source mean nothing to the reader.
     return " ".join(word for word in text.split() if "/gloo/" not in word)
 
 

@@ -20,8 +20,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from .config import UserError
 
+# What a file holds by name: a checkpoint or a part of one, or weights.
+Content = dict[str, Any]
 
-def read(path: Path) -> dict[str, Any]:
+
+def read(path: Path) -> Content:
     """Read a checkpoint, or a file of weights, to the CPU; raises UserError if it is damaged."""
     try:
         if path.suffix == ".dcp" or (path / ".metadata").exists():
@@ -39,8 +42,8 @@ def read(path: Path) -> dict[str, Any]:
             damaged_member = archive.testzip()
         if damaged_member is not None:
             raise ValueError(f"the checksum of {damaged_member} is wrong")
-        # A pickle can run any code when it is loaded; weights_only accepts nothing but tensors and
-        # plain values. With mmap, the bytes of a tensor are only read when it is used.
+        # weights_only accepts tensors and plain values alone, as a pickle could run any code. With
+        # mmap, the bytes of a tensor are only read when it is used.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         # The disk failed, and the file may be intact: it must not be set aside as damaged.
@@ -49,13 +52,12 @@ def read(path: Path) -> dict[str, Any]:
         # CheckpointException is a BaseException, so `except Exception` would not catch it.
         reason = "a part of it is damaged or missing"
     except Exception as error:
-        # torch.load surrounds the reason with several lines of advice.
         reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0]
         reason = reason or type(error).__name__
     raise UserError(f"{path} is not a readable checkpoint: {reason}")
 
 
-def read_weights(path: Path) -> dict[str, Any]:
+def read_weights(path: Path) -> Content:
     """Return the weights in a file of any kind, by the names of the bare model."""
     content = read(path)
     # Other programs save weights under one of these keys, or nothing but weights.
@@ -68,7 +70,10 @@ def read_weights(path: Path) -> dict[str, Any]:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first: files (.pt) and sharded ones (.dcp)."""
     pattern = re.compile(r"step-\d{8,}\.(pt|dcp)")
-    checkpoints = [path for path in folder.glob("step-*") if pattern.fullmatch(path.name)]
+    checkpoints = []
+    for path in folder.glob("step-*"):
+        if pattern.fullmatch(path.name):
+            checkpoints.append(path)
     # The names have the order of the steps only as long as these are below 100,000,000.
     return sorted(checkpoints, key=lambda path: int(path.stem.removeprefix("step-")))
 

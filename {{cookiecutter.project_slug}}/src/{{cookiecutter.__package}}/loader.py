@@ -99,7 +99,6 @@ def build_loader(
     options: dict[str, Any] = {
         "sampler": sampler,
         "collate_fn": collate_fn,
-        # The copy of a batch from pinned memory to a GPU does not wait.
         "pin_memory": device.type == "cuda",
     }
     if config.data.num_workers > 0:

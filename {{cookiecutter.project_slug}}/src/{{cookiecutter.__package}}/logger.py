@@ -92,14 +92,9 @@ class Logger:
             line += f"  {timedelta(seconds=round(seconds_left))} left"
         return line
 
-    def show_step(self, step: int) -> None:
-        """Show the step on a terminal, on a line that the next print erases."""
-        if self.is_main and self.is_terminal:
-            self.print(f"step {step}/{self.total_steps}", end="")
-
     def print(self, text: str, end: str = "\n") -> None:
-        """Print one line on rank 0; on a terminal, it replaces what ``show_step`` has shown."""
-        if not self.is_main:
+        """Print one line on rank 0; if its ``end`` is empty, a terminal shows it until the next."""
+        if not self.is_main or (end == "" and not self.is_terminal):
             return
         if self.is_terminal:
             text = ERASE_LINE + text
@@ -112,8 +107,8 @@ class Logger:
         values = {}
         for step, record in self.evaluations.items():
             value = record.get(task.best_metric)
-            # A metric that is not finite is null in its record, and not comparable.
-            if value is not None:
+            # null stands for what is not finite, and a damaged record may hold anything.
+            if isinstance(value, int | float):
                 values[step] = value
         # Steps with equal values keep their order, earlier ones first, in reverse order too.
         return sorted(values, key=lambda step: values[step], reverse=task.higher_is_better)

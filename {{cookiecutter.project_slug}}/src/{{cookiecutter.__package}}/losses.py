@@ -9,6 +9,8 @@ from torch import Tensor
 from .config import UserError
 from .distributed import Process
 
+Step = dict[str, Any]  # The losses of a step by name, and its grad_norm.
+
 
 class MeanLosses:
     """Turns the sums that ``Task.losses`` returns into means over the global batch."""
@@ -19,7 +21,7 @@ class MeanLosses:
         self.local_batch_size = local_batch_size
         self.names: list[str] = []
         self.denominator: int | Tensor = 1
-        self.sums: dict[str, Any] = {}
+        self.sums: Step = {}
 
     def set_denominator(self, targets: Any) -> None:
         """Begin a step: find what losses are divided by, the global batch's weight per rank."""
@@ -44,8 +46,9 @@ class MeanLosses:
         self.check_names(losses)
         means = {}
         for name, loss in losses.items():
-            means[name] = torch.as_tensor(loss, device=self.process.device) / self.denominator
-            self.sums[name] = self.sums.get(name, 0) + means[name].detach()
+            mean = torch.as_tensor(loss, device=self.process.device) / self.denominator
+            means[name] = mean
+            self.sums[name] = self.sums.get(name, 0) + mean.detach()
         return means["loss"]
 
     def check_names(self, losses: Any) -> None:
@@ -62,7 +65,7 @@ class MeanLosses:
             problem = f"Task.losses returns {names or losses}"
             raise UserError(f"{problem}; give each batch `loss`, and the same other names")
 
-    def average(self, steps: list[dict[str, Any]]) -> list[dict[str, float]]:
+    def average(self, steps: list[Step]) -> list[Step]:
         """Average losses and gradient norms of ``steps`` over ranks; waits for the device."""
         # Under some strategies, only some ranks have outputs: dictionaries of others are empty.
         names = self.names
@@ -74,8 +77,11 @@ class MeanLosses:
             values = [float(numbers.get(name, 0)) for name in columns]
             has_outputs = float(bool(numbers))
             rows.append([*values, has_outputs])
-        totals = torch.tensor(rows, device=self.process.device)
-        dist.all_reduce(totals)
+        totals = torch.tensor(rows, dtype=torch.float64)
+        dist.all_reduce(totals, group=self.process.cpu_group)
         ranks_with_outputs = totals[:, -1:]
         means = totals[:, :-1] / ranks_with_outputs
-        return [dict(zip(columns, row, strict=True)) for row in means.tolist()]
+        averages = []
+        for row in means.tolist():
+            averages.append(dict(zip(columns, row, strict=True)))
+        return averages

@@ -24,18 +24,20 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     for number, (event, name) in enumerate(sorted(panels), start=1):
         axes = figure.add_subplot(rows, COLUMNS, number, sharex=axes, xlabel="step")
         axes.set_title(f"{event}: {name}")
-        draw_panel(axes, panels[event, name])
+        for (color, _), points in panels[event, name].items():
+            table = torch.tensor(points, dtype=torch.float64)  # Shape (points, 2).
+            axes.plot(*table.T, ".-", color=color, markersize=3, linewidth=0.5)
+            # The thick line is a moving average, with each mean in the middle of its points.
+            window = 1 + len(points) // 20
+            means = table.unfold(0, window, 1).mean(dim=2)  # Shape (points - window + 1, 2).
+            axes.plot(*means.T, color=color)
+        # On a linear axis, small values would look like 0 where values span powers of ten.
+        lowest, highest = axes.dataLim.intervaly
+        if lowest > 0 and highest > 100 * lowest:
+            axes.set_yscale("log")
     samples = [Line2D([], [], color=f"C{index}") for index in range(len(run_dirs))]
     figure.legend(samples, run_dirs, loc="outside upper left")
     figure.savefig(output)
-
-
-def read_records(run_dir: str) -> list[dict[str, Any]]:
-    """Return the records of a run, which may still be training."""
-    text = Path(run_dir, "metrics.jsonl").read_text()
-    # A live run may have written only a part of its last line, without the newline at its end.
-    complete_lines, _, _ = text.rpartition("\n")
-    return [json.loads(line) for line in complete_lines.splitlines()]
 
 
 def choose_panels(run_dirs: Sequence[str]) -> dict[tuple[str, str], Any]:
@@ -43,7 +45,11 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[tuple[str, str], Any]:
     panels: Any = defaultdict(lambda: defaultdict(list))
     for index, run_dir in enumerate(run_dirs):
         color = f"C{index}"  # Matplotlib names the colors of its cycle C0, C1, ...
-        for record in read_records(run_dir):
+        text = Path(run_dir, "metrics.jsonl").read_text()
+        # A live run may have written only a part of its last line, without the newline at its end.
+        complete_lines, _, _ = text.rpartition("\n")
+        for line in complete_lines.splitlines():
+            record = json.loads(line)
             for name, value in record.items():
                 # A list, such as one number for each class, has a curve for each entry.
                 entries = value if isinstance(value, list) else [value]
@@ -53,18 +59,3 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[tuple[str, str], Any]:
                         points = panels[record["event"], name][color, entry]
                         points.append((record["step"], number))
     return panels
-
-
-def draw_panel(axes: Any, panel: dict[tuple[str, int], Any]) -> None:
-    """Draw curves: a thin line with a dot at each point, and a thick line for their mean."""
-    for (color, _), points in panel.items():
-        table = torch.tensor(points, dtype=torch.float64)  # Shape (points, 2).
-        axes.plot(*table.T, ".-", color=color, markersize=3, linewidth=0.5)
-        # The thick line is a moving average, with each mean in the middle of its points.
-        window = 1 + len(points) // 20
-        means = table.unfold(0, window, 1).mean(dim=2)  # Shape (points - window + 1, 2).
-        axes.plot(*means.T, color=color)
-    # On a linear axis, small values would look like 0 where values span powers of ten.
-    lowest, highest = axes.dataLim.intervaly
-    if lowest > 0 and highest > 100 * lowest:
-        axes.set_yscale("log")

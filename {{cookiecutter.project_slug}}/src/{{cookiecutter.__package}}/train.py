@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .evaluate import Evaluator
 from .experiment import build_experiment
 from .loader import TrainSampler, build_loader, to_device
 from .logger import Logger, profile_steps
-from .losses import MeanLosses
+from .losses import MeanLosses, Step
 from .optim import build_optimizer, set_learning_rate
 from .parallel import Parallel
 
@@ -65,7 +66,7 @@ class Trainer:
                 self.step += 1
                 if profiler:
                     profiler.step()
-                self.logger.show_step(self.step)
+                self.logger.print(f"step {self.step}/{self.total_steps}", end="")
                 evaluation_is_due = self.is_due(self.config.train.eval_every)
                 save_is_due = evaluation_is_due or self.is_due(self.config.checkpoint.every_steps)
                 log_is_due = save_is_due or self.is_due(self.config.train.log_every)
@@ -103,11 +104,12 @@ class Trainer:
     def update(self, inputs: Any, targets: Any) -> dict[str, Any]:
         """Take one optimizer step; returns its losses and gradient norm, still on the device."""
     #:: else ::#
-    def train_step(self, inputs: Any, targets: Any) -> dict[str, Any]:
+    def train_step(self, inputs: Any, targets: Any) -> Step:
         """Take one step with a local batch; returns its losses and gradient norm, on the device."""
         # Dropout draws other numbers in each step and local batch, and the same after a resume.
         step_seed = derive_seed(self.config.run.seed, "step", self.step, self.parallel.dp_rank)
         seed_everything(step_seed, self.process.device)
+        inputs, targets = self.task.augment(inputs, targets)
         inputs, targets = self.task.prepare(inputs, targets)
     #:: endif ::#
         self.losses.set_denominator(targets)
@@ -154,14 +156,17 @@ class Trainer:
 
     def start_period(self) -> None:
         """Start to measure the steps that the next record is about."""
-        self.unlogged_steps: list[dict[str, Any]] = []
+        self.unlogged_steps: list[Step] = []
         self.data_seconds = 0.0
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
-        """Record the last step, and check all since the last record: the loop's only wait."""
+        """Record the mean of the steps since the last record: the loop's only wait."""
         steps = self.losses.average(self.unlogged_steps)
         self.check_finite(steps)
+        means = {}
+        for name in steps[0]:
+            means[name] = fmean(numbers[name] for numbers in steps)
         seconds = time.perf_counter() - self.period_start
         samples_per_second = self.config.data.global_batch_size * len(steps) / seconds
         epoch, _ = self.sampler.position(self.step)
@@ -175,13 +180,13 @@ class Trainer:
         if self.process.device.type == "cuda":
             speed["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
         speed |= self.task.throughput(samples_per_second)
-        self.logger.log(position, steps[-1], speed)
+        self.logger.log(position, means, speed)
         self.checkpointer.report_failed_save()
 
-    def check_finite(self, steps: list[dict[str, float]]) -> None:
+    def check_finite(self, steps: list[Step]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
         scaler = self.parallel.scaler
-        # The scaler skips a step that overflows, and halves its scale. Below 1, that does not help.
+        # The scaler skips a step that overflows, and halves its scale. Below 1, that is no reason.
         overflow_is_skipped = scaler.is_enabled() and scaler.get_scale() >= 1
         first_step = self.step - len(steps) + 1
         for step, numbers in enumerate(steps, start=first_step):
