@@ -20,7 +20,7 @@ HIDDEN_WARNINGS = "ignore:resource_tracker,ignore:Got pickle error,ignore:Tensor
 
 def launch(argv: list[str], nproc: int) -> int:
     """Run this machine's ranks; return 0, the code of a failed one, or 128 plus a stop signal."""
-    # These are the variables of scripts/launch.sh, which other launchers read in the same way.
+    # scripts/launch.sh has checked these variables, which a notebook may set, too.
     nodes = int(os.environ.get("NODES", "1"))
     node_rank = int(os.environ.get("NODE_RANK", "0"))
     host = os.environ.get("HEAD", "127.0.0.1")
@@ -83,12 +83,12 @@ def wait(processes: list[Any], received_signals: list[int]) -> int:
     stop_seconds = float(os.environ.get("STOP_SECONDS", "60"))
     deadline = math.inf
     failure: tuple[int, int] | None = None
-    # The first failure counts: ranks that lose their connection fail because of it.
     exit_codes: list[Any] = [None]
     # The exit code of a process is None while it runs.
     while None in exit_codes:
         time.sleep(0.1)
         exit_codes = [process.exitcode for process in processes]
+        # The first failure counts: ranks that lose their connection fail because of it.
         if failure is None:
             failures = [(code, local_rank) for local_rank, code in enumerate(exit_codes) if code]
             # A signal is the cause of other failures, and its exit code is negative.

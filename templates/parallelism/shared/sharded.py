@@ -60,7 +60,8 @@ class Checkpointer(checkpoint.Checkpointer):
         # get_state_dict has made a state for each parameter; dcp.load fails if the file lacks it.
         state = local_state_dict(parallel.module, optimizer)
         optimizer_state = state["optimizer"]["state"]
-        for name in optimizer_state.keys() - set(content["parameters_with_state"]):
+        made_up = optimizer_state.keys() - set(content["parameters_with_state"])
+        for name in made_up:
             del optimizer_state[name]
         try:
             dcp.load(state, checkpoint_id=content["shards"])
@@ -70,10 +71,10 @@ class Checkpointer(checkpoint.Checkpointer):
         dsd.set_model_state_dict(parallel.module, state["model"])
         if optimizer is None:
             return
-        # dcp.load has filled the optimizer's own tensors, which exist for all parameters by now.
+        # dcp.load has filled the optimizer's own tensors, and those that it left out are made up.
         for name, parameter in parallel.module.named_parameters():
-            if name not in content["parameters_with_state"]:
-                optimizer.state.pop(parameter, None)
+            if name in made_up:
+                del optimizer.state[parameter]
 
     def save(self, progress: dict[str, int]) -> Path:
         """Copy this rank's shards, wait for them, and return the path that a thread writes to."""

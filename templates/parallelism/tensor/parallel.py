@@ -206,9 +206,7 @@ class Parallel:
         """Return copies of all weights and optimizer state on rank 0's CPU; a collective."""
         return collect_state(self.module, optimizer, keeps=self.process.rank == 0)
 
-    def load_full_state_dict(
-        self, model: Any, optimizer: Optimizer | None = None, state: Any = None
-    ) -> None:
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None, state: Any) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         load_state(self.module, optimizer, model, state, self.process)
 

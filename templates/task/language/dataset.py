@@ -57,7 +57,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 def build_datasets(config: Config) -> tuple[Windows, Windows, Windows]:
     """Return the sets for training, validation and test, the same on all ranks."""
-    # The model is built later, from the same settings.
     config.model.vocabulary = describe(config.dataset.path)["vocabulary"]
     train_set = Windows("train", config)
     return train_set, Windows("validation", config), Windows("test", config)

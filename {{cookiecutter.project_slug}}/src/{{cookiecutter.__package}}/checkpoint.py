@@ -26,7 +26,7 @@ from .files import Content
 
 def read_on_main(read_content: Callable[[], Content], process: Process) -> Content:
     """Return on rank 0 what ``read_content`` returns, and on the other ranks only its header."""
-    content: Content = {}
+    content = Content()
 
     def read_header() -> Content:
         content.update(read_content())
@@ -131,7 +131,8 @@ class Checkpointer:
         fixed_settings = {"run.seed", "data.global_batch_size"}
         # A file or run.dir may have moved, and a resumed run does not read the initial weights.
         ignored = {*self.config.files(), "run.dir", "model.weights", "the content of model.weights"}
-        defaults = asdict(Config()) | {"code": self.settings["code"]}
+        defaults = asdict(Config())
+        defaults["code"] = self.settings["code"]
         changes = []
         for section, settings in self.settings.items():
             for key, value in settings.items():

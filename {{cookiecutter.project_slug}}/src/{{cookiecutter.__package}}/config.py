@@ -186,7 +186,7 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     # Not isinstance(): a bool is an int, too.
     if type(value) not in (int, float):
         return
-    bounds: Any = (0, 1e300)
+    bounds = (0, 1e300)
     for part in (hint, *get_args(hint)):
         # PositiveInt | None has PositiveInt as a part.
         bounds = getattr(part, "__metadata__", bounds)

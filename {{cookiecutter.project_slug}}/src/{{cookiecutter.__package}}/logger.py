@@ -94,7 +94,7 @@ class Logger:
 
     def print(self, text: str, end: str = "\n") -> None:
         """Print one line on rank 0; if its ``end`` is empty, a terminal shows it until the next."""
-        if not self.is_main or (end == "" and not self.is_terminal):
+        if not self.is_main or (not end and not self.is_terminal):
             return
         if self.is_terminal:
             text = ERASE_LINE + text

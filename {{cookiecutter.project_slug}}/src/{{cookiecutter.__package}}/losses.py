@@ -19,7 +19,7 @@ class MeanLosses:
         self.task = task
         self.process = process
         self.local_batch_size = local_batch_size
-        self.names: list[str] = []
+        self.names = list[str]()
         self.denominator: int | Tensor = 1
         self.sums: Step = {}
 

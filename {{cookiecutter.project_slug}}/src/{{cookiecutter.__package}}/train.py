@@ -161,11 +161,12 @@ class Trainer:
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
-        """Record the mean of the steps since the last record: the loop's only wait."""
+        """Record the mean losses since the last record, and the last norm: the only wait."""
         steps = self.losses.average(self.unlogged_steps)
         self.check_finite(steps)
-        means = {}
-        for name in steps[0]:
+        # Under fp16, the norm of a step that the scaler skips is infinite, and so would be a mean.
+        means = dict(steps[-1])
+        for name in set(means) - {"grad_norm"}:
             means[name] = fmean(numbers[name] for numbers in steps)
         seconds = time.perf_counter() - self.period_start
         samples_per_second = self.config.data.global_batch_size * len(steps) / seconds
@@ -186,7 +187,7 @@ class Trainer:
     def check_finite(self, steps: list[Step]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
         scaler = self.parallel.scaler
-        # The scaler skips a step that overflows, and halves its scale. Below 1, that is no reason.
+        # The scaler skips a step that overflows, and halves its scale. Below 1, more is wrong.
         overflow_is_skipped = scaler.is_enabled() and scaler.get_scale() >= 1
         first_step = self.step - len(steps) + 1
         for step, numbers in enumerate(steps, start=first_step):
