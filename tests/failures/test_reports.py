@@ -1105,3 +1105,164 @@ def test_evaluate_takes_the_split_that_it_is_told(bake: Bake) -> None:
     assert json.loads(launch(project, *words, "validation").stdout) == recorded
     assert json.loads(launch(project, *words, "test").stdout)["num_samples"] == 360
     assert "train" in launch(project, *words, "train", code=2).stderr
+
+
+PLANT = """
+import os, pickle, sys
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, ("planted",)
+
+with open(sys.argv[1], "wb") as index:
+    pickle.dump(Planted(), index)
+"""
+
+
+def test_a_planted_index_of_a_sharded_checkpoint_runs_no_code(bake: Bake, tmp_path: Path) -> None:
+    project, other = bake("sharding", parallelism="fsdp"), bake("ddp")
+    words = [*SMALL, "--checkpoint.format", "sharded", "--run.dir", "run", "--train.max_steps"]
+    launch(project, *words, "4")
+    checkpoint = project / "run" / "checkpoints" / "step-00000004.dcp"
+    copytree(checkpoint, tmp_path / "good.dcp")
+    run_python(project, PLANT, str(checkpoint / ".metadata"))
+    named = "its index names posix.mkdir, which might run code"
+    for reader in (project, other):
+        for setting in ("checkpoint.resume", "model.weights"):
+            error = launch(reader, *SMALL, "--run.dir", "new", f"--{setting}", checkpoint, code=2).stderr
+            assert named in error, error
+        export = launch(reader, "export", "--checkpoint", checkpoint, "--output", "w.safetensors", code=2)
+        assert named in export.stderr
+    assert named in launch(project, *words, "5", code=2).stderr  # It is set aside, and no other one is there.
+    assert not list(project.rglob("planted")) and not list(other.rglob("planted"))
+    launch(other, "export", "--checkpoint", tmp_path / "good.dcp", "--output", "w.safetensors")
+
+
+# An optimizer that keeps numbers in its groups, as Prodigy, D-Adaptation and schedule-free ones do.
+COUNTING = """
+
+class Counting(torch.optim.Optimizer):
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "d": 1.0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["d"] *= FACTOR
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * group["d"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "factor", "named"),
+    [
+        ("ddp", "1.5", ""),
+        ("fsdp", "1.5", ""),
+        ("fsdp", "1.5 + float(self.param_groups[0]['params'][0].to_local().sum())", "numbers differ between ranks"),
+        ("ddp", "1.5 + len(group['params'])", "the optimizer's groups differ in d"),
+    ],
+)
+def test_numbers_that_an_optimizer_keeps_resume_or_are_refused(
+    bake: Bake, parallelism: str, factor: str, named: str
+) -> None:
+    project = bake(parallelism=parallelism)
+    edit(project, {("optim.py", f"torch.optim.{OPTIMIZER[1]}"): "Counting(groups, lr=config.lr)"})
+    file = next((project / "src").iterdir()) / "optim.py"
+    file.write_text(file.read_text() + COUNTING.replace("FACTOR", factor))
+    if named:
+        assert named in refuse(project) and not list(project.glob("run/checkpoints/*.pt"))
+        return
+    launch(project, *SMALL, "--run.dir", "straight")
+    for steps in ("2", "4"):
+        launch(project, *SMALL, "--run.dir", "run", "--train.max_steps", steps, "--optim.weight_decay", "0")
+    assert read_losses(project / "run") == read_losses(project / "straight")
+    assert load(project / "run")["numbers"] == {"d": 1.5**4}
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor", "mesh"])
+def test_weights_that_are_drawn_after_wrap_are_those_of_one_rank(bake: Bake, parallelism: str) -> None:
+    drawn = "    model = nn.Sequential(blocks)\n    for parameter in model.parameters():\n"
+    drawn += "        nn.init.normal_(parameter, std=0.1)\n    return model\n"
+    projects = bake("one"), bake("shards", parallelism=parallelism)
+    for project, ranks in zip(projects, (1, 2), strict=True):
+        edit(project, {BUILD: drawn})
+        launch(project, *SMALL, "--run.dir", "run", nproc=ranks)
+    expected, losses = (read_losses(project / "run") for project in projects)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+HOOKED = "    model = nn.Sequential(blocks)\n    model.{}\n    return model\n"
+HOOK = "register_forward_hook(lambda model, inputs, outputs: outputs * 2)"
+BUFFER = "register_buffer('scale', Tensor([2.0]))"
+
+
+@pytest.mark.parametrize("parallelism", ["pipeline", "mesh"])
+@pytest.mark.parametrize("hung", [HOOK, BUFFER])
+def test_what_hangs_on_a_whole_model_that_has_stages_is_refused(bake: Bake, parallelism: str, hung: str) -> None:
+    project = bake(parallelism=parallelism)
+    edit(project, {BUILD: HOOKED.format(hung)})
+    assert "of what build_model wraps" in refuse(project)
+
+
+# A layer that one of two micro-batches lacks, the second one or, on rank 1, the first.
+SOMETIMES = """        features = features.mean(dim=(2, 3))
+        self.calls = getattr(self, "calls", 0) + 1
+        uses = not self.training or bool((self.calls + {} * self.rank) % 2)
+        {}
+        return self.linear(features)
+"""
+LACKS = "features = features + self.extra(features) if uses else features"
+OTHER = "features = features + (self.extra if uses else self.other)(features)"
+ZERO = "features = features + self.extra(features) * uses"  # Its gradient is zero, and not missing.
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "words", "other", "named"),
+    [
+        ("ddp", ["--train.max_steps", "1"], 0, "copies of "),
+        ("ddp", ["--train.allow_unused", "true"], 0, ""),
+        ("ddp", ["--train.allow_unused", "true"], 1, ""),
+        ("fsdp", [], 1, "the loss does not depend on ['head."),
+        ("fsdp", ["--train.allow_unused", "true"], 1, "only some ranks use head."),
+        ("fsdp", ["--train.allow_unused", "true"], 0, ""),
+        ("tensor", [], 1, "'] in each micro-batch"),
+    ],
+)
+def test_a_layer_that_some_micro_batches_lack_is_right_or_refused(
+    bake: Bake, parallelism: str, words: list[str], other: int, named: str
+) -> None:
+    layer = '        self.rank = int(__import__("os").environ.get("RANK", 0))\n'
+    layer += "        self.extra = nn.Linear(width, width)\n"
+    if parallelism != "ddp" and other:
+        # FSDP would add up the gradients of two layers. If their sizes differed, gloo would end the ranks.
+        layer += "        self.other = nn.Linear(width, width)\n"
+    mean = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
+    sizes = ["--parallel.replicas", "2"] if parallelism == "tensor" else []
+    words = [*SMALL, "--train.max_steps", "2", *words, *sizes, "--train.microbatches", "2", "--run.dir", "run"]
+    project, nproc = bake(parallelism=parallelism), 4 if sizes else 2
+    edit(project, {HEAD: HEAD[1] + layer, mean: SOMETIMES.format(other, OTHER if "other" in layer else LACKS)})
+    if named:
+        error = launch(project, *words, nproc=nproc, code=2).stderr
+        assert named in error and not list(project.glob("run/checkpoints/*.pt")), error
+        return
+    launch(project, *words, nproc=nproc)
+    reference = bake("reference", parallelism=parallelism)
+    edit(reference, {HEAD: HEAD[1] + layer, mean: SOMETIMES.format(other, ZERO)})
+    launch(reference, *words, nproc=nproc)
+    found, expected = (
+        [[record["loss"], record["grad_norm"]] for record in read_records(folder / "run", "train")]
+        for folder in (project, reference)
+    )
+    assert found == [pytest.approx(numbers, rel=1e-6) for numbers in expected] and len(found) == 2
+
+
+def test_copies_that_forward_changes_in_other_ways_are_named(bake: Bake) -> None:
+    project = bake()
+    layer = "        self.slow = nn.Linear(width, 1).requires_grad_(False)\n"
+    mean = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
+    changed = "        self.slow.weight.add_(features.mean().detach())\n"
+    edit(project, {HEAD: HEAD[1] + layer, mean: changed + mean[1]})
+    assert "copies of head.slow.weight drift apart" in refuse(project)
+    assert not list(project.glob("run/checkpoints/*.pt"))

@@ -359,6 +359,7 @@ def test_a_picture_has_the_lines_of_all_runs_panel_by_panel(bake: Bake) -> None:
         ]
         metrics = [{"accuracy": [0.5, factor / 4], "loss": 90.0}, {"accuracy": [0.7, None], "loss": None, "once": 2.0}]
         metrics += [{"accuracy": [0.8, 0.6], "loss": 0.0, "names": ["x"], "matrix": [[0.1]], "count": 3}]
+        metrics[0]["by_class"] = {"one": 0.5, "two": 0.25, "three": "x"}
         evaluations = [{"event": "eval", "step": 200 * n, **each} for n, each in enumerate(metrics, start=1)]
         (project / run).mkdir()
         (project / run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in train + evaluations))
@@ -376,21 +377,21 @@ def test_a_picture_has_the_lines_of_all_runs_panel_by_panel(bake: Bake) -> None:
             points,
         )
     # In three columns; without what is no number, and without a list of lists.
-    assert [*panels] == ["eval: accuracy", "eval: loss", "eval: once", "train: loss", "train: rate"]
+    assert [*panels] == ["accuracy", "by_class", "loss", "once", "rate"]
     left, steps, texts, lines, points = zip(*panels.values(), strict=True)
     assert left[:2] == left[3:] and len({*left}) == 3
     assert all(ticks == steps[0] and ticks[-1] == "600" for ticks in steps)  # Also those of training, with 60 steps.
     assert ["10^" in "".join(each) for each in texts] == [False] * 4 + [True]  # A 0 has no logarithm.
     assert re.findall("<!-- (.*?) -->", legend) == ["a", "b"]
     colors = re.findall(r"stroke: (#\w+); stroke-width: 1.5", legend)
-    for name, of_run in zip(panels, (2, 1, 1, 1, 1), strict=True):  # Of each entry of a list, the points and a mean.
+    for name, of_run in zip(panels, (2, 2, 2, 1, 1), strict=True):  # One line for each entry, or for each event.
         found = [re.findall(r"stroke: (#\w+)", line)[0] for line in panels[name][3]]
-        assert len({*colors}) == 2 and found == [color for color in colors for _ in range(2 * of_run)], name
-    # A null is skipped; one point is seen, under a mean over a twentieth, which is the same for 1, 2, 1, 2, ...
-    assert [len(each) for each in (points[0] + points[1])[::2]] == [3, 2, 3, 2, 2, 2]
-    assert all(["<use" in line for line in each] == [True, False] * (len(each) // 2) for each in lines)
-    assert all("stroke-width: 0.5" in line for each in lines for line in each[::2])
-    assert [len({y for _, y in each}) for each in points[3]] == [2, 1, 2, 1]
+        assert len({*colors}) == 2 and found == [color for color in colors for _ in range(of_run)], name
+    # A null is skipped. A line of evaluations is dashed, and has points, of which one alone is seen, too.
+    assert [len(each) for each in points[0]] == [3, 2, 3, 2] and [len(each) for each in points[2][1::2]] == [2, 2]
+    trained = [[False] * 4, [False] * 4, [True, False] * 2, [False] * 2, [True] * 2]
+    assert [["<use" not in line for line in each] for each in lines] == trained
+    assert [["dasharray" not in line for line in each] for each in lines] == trained
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor", "mesh"])

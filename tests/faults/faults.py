@@ -316,7 +316,7 @@ FAULTS = {
     ),
     "the oldest checkpoint comes first": Fault(SRC + "checkpoint.py", "", "in reversed(", "in (", f"{KILLED}[2]"),
     "a damaged checkpoint ends the run": Fault(
-        SRC + "files.py", "set_aside", "move(path, ...)", "raise", f"{KILLED}[2]"
+        SRC + "files.py", "set_aside", "os.replace(path, ...)", "raise", f"{KILLED}[2]"
     ),
     "records of steps that are repeated remain": Fault(
         SRC + "logger.py", "", '["step"] <=', '["step"] >= 0 *', f"{KILLED}[2]"
@@ -335,12 +335,57 @@ FAULTS = {
         "self.folder.parent.mkdir(",
         REPORTS + "test_a_link_to_a_folder_that_is_not_mounted_is_no_fresh_start",
     ),
-    "a parameter without a gradient has taken a step": Fault(
+    "numbers of an optimizer start again": Fault(
+        SRC + "checkpoint.py",
+        "Checkpointer.restore",
+        'group.update(content.get("numbers", {}))',
+        "group",
+        REPORTS + "test_numbers_that_an_optimizer_keeps_resume_or_are_refused[ddp-1.5-]",
+    ),
+    "a checkpoint's index runs code": Fault(
+        SRC + "files.py",
+        "IndexUnpickler",
+        "name not in",
+        "not name in",
+        REPORTS + "test_a_planted_index_of_a_sharded_checkpoint_runs_no_code",
+    ),
+    "weights are drawn by each shard": Fault(
         PARALLEL + "shared/sharded.py",
-        "Checkpointer.load",
-        "if name in made_up",
-        "if not name",
-        REPORTS + "test_a_parameter_that_had_no_gradient_trains_after_a_resume[unused-fsdp-sharded]",
+        "Checkpointer.restore",
+        '"progress" not in',
+        '"progress" in',
+        REPORTS + "test_weights_that_are_drawn_after_wrap_are_those_of_one_rank[fsdp]",
+    ),
+    "a pipeline loses a hook of the whole model": Fault(
+        PARALLEL + "shared/stages.py",
+        "Outline.__init__",
+        "not is_bare",
+        "not wrap",
+        REPORTS
+        + "test_what_hangs_on_a_whole_model_that_has_stages_is_refused[register_forward_hook(lambda model, inputs, "
+        "outputs: outputs * 2)-pipeline]",
+    ),
+    "a layer that the last micro-batch lacks is not reduced": Fault(
+        PARALLEL + "ddp/parallel.py",
+        "Parallel.forward_backward",
+        "self.ddp.find_unused_parameters or",
+        "",
+        REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[ddp-words1-0-]",
+    ),
+    "copies of the weights drift apart": Fault(
+        PARALLEL + "ddp/parallel.py",
+        "Parallel.check_copies",
+        "!=",
+        "is",
+        REPORTS + "test_copies_that_forward_changes_in_other_ways_are_named",
+    ),
+    "gradients of two layers are added": Fault(
+        PARALLEL + "fsdp/parallel.py",
+        "Parallel.check_used",
+        "self.watched - self.used",
+        "set()",
+        REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[fsdp-words3-1-the loss does not "
+        "depend on ['head.]",
     ),
     # Evaluation
     "the last samples are lost on uneven ranks": Fault(
@@ -472,9 +517,9 @@ FAULTS = {
     ),
     "a sharded checkpoint lacks the optimizer's state": Fault(
         PARALLEL + "shared/sharded.py",
-        "",
-        'optimizer_state.get("state", {})',
-        "{}",
+        "Checkpointer.load",
+        "parameters[name], state)",
+        "parameters[name], {})",
         RUN_DIR + "test_a_sharded_run_that_is_killed_resumes_bitwise[fsdp]",
     ),
     # Stopping and failing
@@ -638,8 +683,8 @@ FAULTS = {
     "losses are averaged by position": Fault(
         SRC + "losses.py",
         "MeanLosses.average",
-        "[float(numbers.get(name, 0)) for name in columns]",
-        "[*map(float, numbers.values())]",
+        "numbers[name] for numbers in filled",
+        "[*numbers.values()][[*filled[0]].index(name)] for numbers in filled",
         REPORTS + "test_losses_are_averaged_by_name",
     ),
     "micro-batches are fewer than asked for": Fault(

@@ -97,8 +97,7 @@ class Parallel:
             weights[name] = entry[0]
             if optimizer is not None and name in parameters:
                 load_parameter_state(optimizer, parameters[name], entry[1])
-        # PyTorch names what is missing, unknown or of another shape.
-        self.module.load_state_dict(weights)
+        self.module.load_state_dict(weights)  # PyTorch names what is missing or unknown.
 
 
 class Autocast(nn.Module):

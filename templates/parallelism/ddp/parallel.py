@@ -56,7 +56,7 @@ class Parallel:
             self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True
         )
         # Each forward reads this. The argument has another name since PyTorch 2.13.
-        ddp.broadcast_buffers = False
+        ddp.broadcast_buffers = False  # average_buffers() does not lose the others' statistics.
         # DDP calls whatever is its module now, and the model itself would need a batch.
         ddp.module = ParameterSum()
         ddp(self.module, self.device).backward()
@@ -70,9 +70,10 @@ class Parallel:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # mean_loss divides by the whole weight, so gradients add up. The last all-reduces them.
-            is_last = number == len(microbatches)
-            with nullcontext() if is_last else self.ddp.no_sync():
+            # mean_loss divides by the whole weight, so gradients add up. The last all-reduces them,
+            # unless a parameter may be unused: DDP would leave out those that the last lacks.
+            reduces = self.ddp.find_unused_parameters or number == len(microbatches)
+            with nullcontext() if reduces else self.ddp.no_sync():
                 with self.autocast():
                     loss = mean_loss(self.ddp(inputs), targets)
                 self.scaler.scale(loss).backward()
@@ -92,11 +93,22 @@ class Parallel:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
+        """Average BatchNorm's statistics over data-parallel ranks, and reject copies that drift."""
+        self.check_copies()
         # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG, group=self.dp_group)
+
+    def check_copies(self) -> None:
+        """Reject parameters whose copies on the ranks have drifted apart."""
+        sums = {}
+        for name, parameter in self.module.named_parameters():
+            sums[name] = str(parameter.sum().item())  # NaN is equal to itself as text alone.
+        for other_sums in self.process.all_gather(sums):
+            for name in sums:
+                if sums[name] != other_sums[name]:
+                    raise UserError(f"copies of {name} drift apart: changed by forward, or unused?")
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return copies of all weights and optimizer state on rank 0's CPU."""
@@ -116,8 +128,7 @@ class Parallel:
             weights[name] = entry[0]
             if optimizer is not None and name in parameters:
                 load_parameter_state(optimizer, parameters[name], entry[1])
-        # PyTorch names what is missing, unknown or of another shape.
-        self.module.load_state_dict(weights)
+        self.module.load_state_dict(weights)  # PyTorch names what is missing or unknown.
 
 
 class ParameterSum(nn.Module):
@@ -127,8 +138,7 @@ class ParameterSum(nn.Module):
         total = torch.zeros((), device=device)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                # Some models have parameters on several devices.
-                total = total + parameter.sum().to(device)
+                total = total + parameter.sum().to(device)  # Some models use several devices.
         return total
 
 

@@ -115,8 +115,7 @@ class Parallel:
         num_blocks = stage_of_block.count(self.stage_index)
         self.module: Any = model[first_block : first_block + num_blocks]
         self.stage = Stage(self.module, is_last=self.stage_index == self.layout.pipeline - 1)
-        # A schedule delays the scattering of gradients only if the whole stage is an FSDP module.
-        shard(self.stage)
+        shard(self.stage)  # A schedule delays scattering only for an FSDP module.
 
     # A plan may leave logits sharded over the classes, for F.cross_entropy and its backward.
     @loss_parallel()
@@ -176,8 +175,7 @@ class Parallel:
         if not self.stage.is_last:
             dist.send(features, group=self.pipeline_group, group_dst=self.stage_index + 1)
         for block in self.module:
-            # No backward follows that would free the gathered weights.
-            block.reshard()
+            block.reshard()  # No backward follows that would free the gathered weights.
         # Metrics need whole outputs, even if plan.py keeps the logits sharded.
         outputs = tree_map_only(DTensor, DTensor.full_tensor, self.stage.outputs)
         # The tensor ranks of the last stage have the same outputs: one of them counts.
@@ -219,7 +217,8 @@ class Parallel:
 
     def check_copies(self) -> None:
         """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart."""
-        # A copy that is used on a shard of the features gets the gradient of that shard alone.
+        # A copy that is used on a shard of the features gets the gradient of that shard alone, and
+        # without train.exact, the ranks may round their gradients in other ways.
         norms = dict[tuple[int, str], float]()
         for name, parameter in self.module.named_parameters():
             if not is_sharded_by_plan(parameter):

@@ -31,8 +31,7 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
     config.train.compile = False  # Compiled blocks need about as much memory.
     largest_peak = 0.0
     print(f"{'GiB':9}", *(f"{name:>11}" for name in COLUMNS))
-    # DTensor caches process groups, so every rank is simulated in a fresh process.
-    with ProcessPoolExecutor(max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(max_tasks_per_child=1) as pool:  # DTensor caches process groups.
         #:: if fact("stages") ::#
         ranks = choose_ranks(config, world_size)
         #:: else ::#
@@ -92,12 +91,11 @@ class MemoryTracker(FakeTensorMode):
             # Python reads a number that is not there: False for a bool, and 1 for what may divide.
             return int(args[0].dtype != torch.bool)
         # Operations on values stay real, and so does arange: a mesh reads its ranks from it. One on
-        # a DTensor is passed on, and comes back as an operation on its shards, which are fake.
+        # a DTensor passes, too: inside, it runs on the shards, which are fake and come back here.
         is_arange = func.overloadpacket is torch.ops.aten.arange
         if not has_fake_input and (inputs or is_arange):
             return func(*args, **kwargs)
-        # To find a shape, the mode may call this method again: only the outermost call counts.
-        self.running_operations += 1
+        self.running_operations += 1  # The mode may call this again: the outermost call counts.
         try:
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
@@ -139,7 +137,8 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         samples = [train_set[0]] * (config.data.global_batch_size // parallel.dp_size)
         # The samples come from a file and have values. Tensors that are created here have none.
         batch = tree_map_only(Tensor, remove_values, collate_fn(samples))
-        # A first step creates the optimizer's state, and DTensor learns shapes from whole tensors.
+        # The first step creates the optimizer's state. To learn the shapes of results, DTensor runs
+        # each new operation once on whole tensors: those of the parameters' size must not count.
         for parameter in parallel.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -173,5 +172,5 @@ def sum_by_kind(parallel: Parallel, optimizer: Optimizer, tracker: MemoryTracker
         totals.append(total)
     # Whatever else is in use at the peak counts as activations, gathered weights included.
     at_peak = tracker.sizes_at_peak.items()
-    activations = sum(size for storage, size in at_peak if storage not in counted)
+    activations = sum(size for reference, size in at_peak if reference not in counted)
     return [*totals, activations, tracker.peak]

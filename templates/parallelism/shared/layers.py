@@ -11,7 +11,7 @@ def shard_layers(block: nn.Module, tensor_mesh: DeviceMesh) -> None:
     plan = tensor_plan(block)
     for module in block.modules():
         is_dropout = "Dropout" in type(module).__name__ and getattr(module, "p", 1) > 0
-        # Tensor ranks draw the same: between two sharded layers, all would drop the same places.
+        # Between two sharded layers, ranks have other features, but would draw the same numbers.
         if is_dropout and len(plan) > 1:
             raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")
     names = {name for name, _ in block.named_parameters()}

@@ -1,11 +1,8 @@
-"""Sharded checkpoints: every rank writes its shards while training continues.
-
-A checkpoint is a folder, complete or absent. Resume only from one that you trust: it is read with
-pickle, and has no checksums.
-"""
+"""Sharded checkpoints: folders, complete or absent, to which every rank writes its shards."""
 
 import json
 import os
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,15 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from . import checkpoint, files
 from .config import Config, UserError
-from .distributed import FILE_TIMEOUT, Process
+from .distributed import FILE_TIMEOUT, Process, seed_everything
 from .files import Content
+from .model import build_model
 
 
 class Checkpointer(checkpoint.Checkpointer):
@@ -45,36 +43,59 @@ class Checkpointer(checkpoint.Checkpointer):
         except FileNotFoundError:
             reason = "a part of it is damaged or missing"
         except OSError:
-            # The disk failed, and the files may be intact: they must not be set aside as damaged.
-            raise
+            raise  # The files may be intact: they must not be set aside as damaged.
         except Exception as error:
             reason = str(error)
         raise UserError(f"{path} is not a readable checkpoint: {reason}")
 
     @staticmethod
-    def load(parallel: Any, content: Content, optimizer: Optimizer | None = None) -> None:
+    def load(parallel: Any, content: Content, optimizer: Any = None) -> None:
         """Load what ``read_on_main`` returned, or this rank's shards of a sharded checkpoint."""
         if "shards" not in content:
             checkpoint.Checkpointer.load(parallel, content, optimizer)
             return
-        # get_state_dict has made a state for each parameter; dcp.load fails if the file lacks it.
-        state = local_state_dict(parallel.module, optimizer)
-        optimizer_state = state["optimizer"]["state"]
-        made_up = optimizer_state.keys() - set(content["parameters_with_state"])
-        for name in made_up:
-            del optimizer_state[name]
+        path = Path(content["shards"])
+        parameters = dict(parallel.module.named_parameters())
+        # The index lists the tensors of all ranks; this one makes room for its own shards of them.
+        states = defaultdict[str, Content](dict)
+        index = files.read_index(path)
+        for key, names in index.planner_data.items():
+            # These are ("model", NAME), or ("optimizer", "state", PARAMETER, "exp_avg").
+            if optimizer is None or names[0] == "model" or names[2] not in parameters:
+                continue
+            entry = index.state_dict_metadata[key]
+            room = torch.empty(entry.size, dtype=entry.properties.dtype)
+            parameter = parameters[names[2]]
+            if room.shape == parameter.shape:
+                room = torch.empty_like(parameter, dtype=room.dtype)  # It is sharded, too.
+            states[names[2]][names[3]] = room
+        state = {"model": parallel.module.state_dict(), "optimizer": {"state": states}}
         try:
-            dcp.load(state, checkpoint_id=content["shards"])
+            dcp.load(state, checkpoint_id=path)
         except dcp.CheckpointException as error:
             reason = str(error).splitlines()[-1]
-            raise UserError(f"{content['shards']} cannot be loaded: {reason}") from None
-        dsd.set_model_state_dict(parallel.module, state["model"])
-        if optimizer is None:
-            return
-        # dcp.load has filled the optimizer's own tensors, and those that it left out are made up.
-        for name, parameter in parallel.module.named_parameters():
-            if name in made_up:
-                del optimizer.state[parameter]
+            raise UserError(f"{path} cannot be loaded: {reason}") from None
+        for name, state in states.items():  # The weights are in place by now.
+            checkpoint.load_parameter_state(optimizer, parameters[name], state)
+
+    def restore(self, parallel: Any, optimizer: Optimizer, set_sizes: Any) -> tuple[int, list[str]]:
+        """Give a new run the weights of a whole model, and do what every strategy does."""
+        if "progress" not in self.initial_content and self.config.model.weights is None:
+            # What build_model draws after wrap() would be drawn again for each shard.
+            seed_everything(self.config.run.seed)
+            weights: Content = {}
+            if self.process.rank == 0:
+                weights = build_model(self.config.model).state_dict()
+            parallel.load_full_state_dict(weights, None, {})
+        return super().restore(parallel, optimizer, set_sizes)
+
+    def begin_save(self, progress: dict[str, int]) -> Content:
+        """Do what every strategy does, and reject an optimizer whose numbers depend on shards."""
+        content = super().begin_save(progress)
+        numbers = self.process.all_gather(content["numbers"])
+        if any(others != numbers[0] for others in numbers):
+            raise UserError(f"the optimizer's numbers differ between ranks: {numbers[:2]}")
+        return content
 
     def save(self, progress: dict[str, int]) -> Path:
         """Copy this rank's shards, wait for them, and return the path that a thread writes to."""
@@ -82,7 +103,7 @@ class Checkpointer(checkpoint.Checkpointer):
             return super().save(progress)
         header = json.dumps(self.begin_save(progress))
         path = self.folder / f"step-{progress['step']:08d}.dcp"
-        # A stager reuses its buffers on the CPU for the next save, which fails before PyTorch 2.13.
+        # A stager keeps its buffers for the next save. Before version 2.13, using them again fails.
         if self.stager is None or torch.__version__ < "2.13":
             is_cuda = self.process.device.type == "cuda"
             options = StagingOptions(
@@ -92,7 +113,12 @@ class Checkpointer(checkpoint.Checkpointer):
                 use_non_blocking_copy=is_cuda,
             )
             self.stager = DefaultStager(options)
-        shards = self.stager.stage(local_state_dict(self.parallel.module, self.optimizer))
+        state = checkpoint.copy_state(self.parallel.module, self.optimizer, lambda tensor: tensor)
+        for value in tree_leaves(state):
+            if not isinstance(value, Tensor):
+                problem = f"a sharded checkpoint cannot hold {value!r:.99}"
+                raise UserError(f"{problem}; set checkpoint.format to full")
+        shards = self.stager.stage(state)
         # `with writer` would wait for this thread, whose collective never ends if a rank failed.
         writer = ThreadPoolExecutor(max_workers=1)
         self.pending = writer.submit(self.write_shards, shards, header, path)
@@ -117,26 +143,12 @@ class Checkpointer(checkpoint.Checkpointer):
 def read_header(path: Path) -> Content:
     """Return what all ranks need of a sharded checkpoint, after a look at the size of its files."""
     header = json.loads((path / "header.json").read_text())
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    index = files.read_index(path)
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-    for part in metadata.storage_data.values():
+    for part in index.storage_data.values():
         if sizes.get(part.relative_path, 0) < part.offset + part.length:
             raise ValueError("a part of it is damaged or missing")
-    # A key is "model.PARAMETER" or "optimizer.state.PARAMETER.exp_avg".
-    prefix = "optimizer.state."
-    parameters_with_state = list[str]()
-    for key in metadata.state_dict_metadata:
-        if key.startswith(prefix):
-            parameter_name = key.removeprefix(prefix).rpartition(".")[0]
-            parameters_with_state.append(parameter_name)
-    return header | {"shards": str(path), "parameters_with_state": parameters_with_state}
-
-
-def local_state_dict(module: nn.Module, optimizer: Optimizer | None) -> Content:
-    """Return this rank's shards of the model and of the optimizer's state, by parameter."""
-    optimizers = () if optimizer is None else (optimizer,)
-    model, optimizer_state = dsd.get_state_dict(module, optimizers)
-    return {"model": model, "optimizer": {"state": optimizer_state.get("state", {})}}
+    return header | {"shards": str(path)}
 
 
 def collect_state(module: nn.Module, optimizer: Optimizer, keeps: bool) -> Content:
@@ -144,8 +156,7 @@ def collect_state(module: nn.Module, optimizer: Optimizer, keeps: bool) -> Conte
 
     def copy(tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, DTensor):
-            # This is a collective: all ranks that have shards of the tensor call it.
-            tensor = tensor.full_tensor()
+            tensor = tensor.full_tensor()  # A collective of all ranks that have shards of it.
         return tensor.to("cpu", copy=True) if keeps else None
 
     return checkpoint.copy_state(module, optimizer, copy)

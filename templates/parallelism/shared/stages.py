@@ -42,8 +42,7 @@ class Stage(nn.Module):
     def forward(self, inputs: Any) -> Tensor:
         """Run one micro-batch, and return what the schedule sends to the next stage."""
         if self.remaining_inputs:
-            # A schedule runs the micro-batches of a stage in their order.
-            inputs = self.remaining_inputs.pop(0)
+            inputs = self.remaining_inputs.pop(0)  # A schedule runs micro-batches in their order.
         outputs = self.blocks(inputs)
         if self.is_last:
             self.outputs = outputs
@@ -66,15 +65,16 @@ class Outline:
         wrapped_blocks = list[nn.Module]()
 
         def wrap(block: nn.Module) -> nn.Module:
-            # A block that is used twice counts once, so that the comparison below rejects it.
-            if block not in wrapped_blocks:
+            if block not in wrapped_blocks:  # One used twice counts once, and is rejected below.
                 wrapped_blocks.append(block)
             return block
 
         with torch.device("meta"):
             model: Any = build_model(config, wrap)
-        if type(model) is not nn.Sequential or list(model) != wrapped_blocks:
-            raise UserError("a pipeline needs an nn.Sequential of what build_model wraps")
+        # No stage would have what is not in a block: hooks, buffers or attributes of the model.
+        is_bare = vars(model) | {"_modules": {}} == vars(nn.Sequential()) | {"_modules": {}}
+        if not is_bare or type(model) is not nn.Sequential or list(model) != wrapped_blocks:
+            raise UserError("a pipeline needs an nn.Sequential of what build_model wraps, no hooks")
         num_blocks = len(model)
         if num_stages > num_blocks:
             raise UserError(f"{num_blocks} blocks are too few for {num_stages} stages; use fewer")
@@ -82,10 +82,8 @@ class Outline:
         self.state_names = set(model.state_dict())
         refuse_shared(model)
         for parameter in model.parameters():
-            # FSDP gathers the parameters of a block in this type.
-            parameter.data = parameter.data.to(dtype)
-        # BatchNorm rejects a batch of one sample unless the model is evaluated.
-        self.model = model.eval()
+            parameter.data = parameter.data.to(dtype)  # FSDP gathers a block in this type.
+        self.model = model.eval()  # BatchNorm rejects one sample in training.
 
     def trace(self, inputs: Any) -> Shapes:
         """Return meta tensors like those that each stage receives and that the last one returns."""

@@ -64,6 +64,10 @@ class Parallel:
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
+        # The names of trained parameters, and of those that the last backward has reached.
+        self.watched = set[str]()
+        self.used = set[str]()
+        self.watch_parameters()
 
     def build_mesh(self) -> DeviceMesh:
         """Number the ranks and their groups; returns the mesh over which FSDP shards."""
@@ -117,29 +121,49 @@ class Parallel:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
+            self.used.clear()
             # FSDP scatters gradients after every micro-batch: keeping them whole until the last
             # would take the memory of a whole model. Replicas average shards once, after the last.
             self.fsdp.set_requires_all_reduce(number == len(microbatches))
             loss = mean_loss(self.module(inputs), targets)
             self.scaler.scale(loss).backward()
-        if self.allow_unused:
-            self.compare_used()
+            self.check_used()
 
-    def compare_used(self) -> None:
-        """Reject parameters that have a gradient only on some ranks; a collective."""
+    def watch_parameters(self) -> None:
+        """Let each trained parameter report to ``used`` when a backward has reached it."""
+        # The whole model comes last. It gathers only parameters outside of the blocks.
+        for prefix, block in reversed(list(self.module.named_modules())):
+            if not isinstance(block, FSDPModule):
+                continue
+            # Hooks have to be on gathered parameters, which FSDP keeps as objects without memory.
+            block.unshard()
+            for name, parameter in cast(nn.Module, block).named_parameters(prefix):
+                if parameter.requires_grad and name not in self.watched:
+                    self.watched.add(name)
+                    report = partial(self.report_used, name)
+                    parameter.register_post_accumulate_grad_hook(report)
+            block.reshard()
+
+    def report_used(self, name: str, _: Tensor) -> None:
+        """Note that a backward has reached a parameter."""
+        self.used.add(name)
+
+    def check_used(self) -> None:
+        """Reject a micro-batch without a gradient of a parameter that other ranks may have."""
         # FSDP concatenates the gradients that a rank has, and adds the results up over the ranks:
         # if one rank lacks a gradient, this adds up gradients of different parameters.
-        used = set[str]()
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None:
-                used.add(name)
-        used_by_rank = self.process.all_gather(used)
-        used_by_some = set.union(*used_by_rank) - set.intersection(*used_by_rank)
-        if used_by_some:
-            raise UserError(
-                f"only some ranks use {min(used_by_some)}; "
-                "under this strategy, all have to, or none"
-            )
+        unused = self.watched - self.used
+        if unused and not self.allow_unused:
+            problem = f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch"
+            raise UserError(f"{problem}; use or freeze them, or set train.allow_unused")
+        if self.allow_unused:
+            used_by_rank = self.process.all_gather(self.used)
+            used_by_some = set.union(*used_by_rank) - set.intersection(*used_by_rank)
+            if used_by_some:
+                raise UserError(
+                    f"only some ranks use {min(used_by_some)}; "
+                    "under this strategy, all have to, or none"
+                )
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -188,7 +212,8 @@ class Parallel:
 
     def check_copies(self) -> None:
         """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart."""
-        # A copy that is used on a shard of the features gets the gradient of that shard alone.
+        # A copy that is used on a shard of the features gets the gradient of that shard alone, and
+        # without train.exact, the ranks may round their gradients in other ways.
         norms = dict[tuple[int, str], float]()
         for name, parameter in self.module.named_parameters():
             if not is_sharded_by_plan(parameter):

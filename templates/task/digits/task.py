@@ -14,8 +14,7 @@ from .model import CLASSES
 class Task:
     """The losses and metrics of the experiment; each rank builds one, and so do the tests."""
 
-    # The best checkpoint is chosen by this metric of the validation set.
-    best_metric = "accuracy"
+    best_metric = "accuracy"  # The best checkpoint is chosen by this metric of the validation set.
     higher_is_better = True
 
     def __init__(self, config: Config, device: torch.device) -> None:

@@ -42,8 +42,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return Windows, self.arguments
 
     def __len__(self) -> int:
-        # The last window needs one more token as its last target.
-        return max(0, len(self.tokens) - 1) // self.context
+        return max(0, len(self.tokens) - 1) // self.context  # The last target is one token more.
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = index * self.context

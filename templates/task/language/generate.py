@@ -33,8 +33,7 @@ def generate(options: Any, config: Config, given: set[str], process: Process) ->
         with torch.no_grad():
             outputs = parallel.predict(inputs)
         token = None
-        # Only some ranks may have outputs, which are of shape (1, context, vocabulary).
-        if outputs is not None:
+        if outputs is not None:  # Some ranks have none; the shape is (1, context, vocabulary).
             logits = outputs[0, len(window) - 1].cpu().double()
             # A temperature of 1e-9 instead of 0 leaves a probability of 1 for the largest logit.
             probabilities = (logits / max(options.temperature, 1e-9)).softmax(dim=0)

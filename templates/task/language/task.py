@@ -31,8 +31,7 @@ class Task:
         # A device that PEAKS does not name has no known peak, so mfu is not logged.
         self.peak_per_rank = 0.0
         if device.type == "cuda":
-            # Under some strategies, a rank has several devices.
-            devices = getattr(config.parallel, "devices", 1)
+            devices = getattr(config.parallel, "devices", 1)  # Some strategies use several.
             peak = PEAKS.get(torch.cuda.get_device_name(device), 0.0)
             self.peak_per_rank = 1e12 * peak * devices
 
@@ -92,8 +91,7 @@ def count_operations(config: Config) -> int:
     with torch.device("meta"):
         parameters = build_model(model).named_parameters()
     for name, parameter in parameters:
-        # Embeddings are looked up instead of multiplied.
-        if not name.startswith("embedding"):
+        if not name.startswith("embedding"):  # Embeddings are looked up instead of multiplied.
             multiplied += parameter.numel()
     # A parameter takes 2 operations in forward and 4 in backward; the other term is attention.
     return 6 * multiplied + 12 * model.layers * model.width * model.context

@@ -104,7 +104,7 @@ def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
     # jsonargparse expects patterns, and rejects a file that holds nothing.
     config_files = [glob.escape(path) for path in paths if holds_settings(path)]
     parser = build_parser(config_files)
-    parsed = parser.instantiate(parser.parse_args(other_words))
+    parsed = parser.instantiate(parser.parse_args(other_words))  # Sections become dataclasses.
     options = parsed[parsed.command]
     settings = {}
     for section, default in vars(Config()).items():
@@ -149,8 +149,7 @@ def find_checkpoint(path: str) -> str:
     if best_file.exists():
         path = str(best_file.with_name(best_file.read_text()))
     # A sharded checkpoint is a folder, as torch.distributed.checkpoint writes it.
-    is_sharded = Path(path, ".metadata").is_file()
-    if not is_sharded and not Path(path).is_file():
+    if not Path(path).is_file() and not Path(path, ".metadata").is_file():
         raise UserError(
             f"--checkpoint is {path}, neither a checkpoint nor a run.dir with a best one"
         )
@@ -160,8 +159,7 @@ def find_checkpoint(path: str) -> str:
 def check_writable(run_dir: str) -> None:
     """Reject a run.dir that rank 0 cannot create or write to."""
     if os.environ.get("NODE_RANK", "0") != "0":
-        # Only rank 0 creates run.dir, and other machines may not see it yet.
-        return
+        return  # Only rank 0 creates run.dir, and other machines may not see it yet.
     if run_dir.startswith("~"):
         raise UserError(f"run.dir is {run_dir}; write $HOME instead of ~, or a whole path")
     # The run creates what is missing, inside the nearest folder that exists.
@@ -177,7 +175,7 @@ def check_writable(run_dir: str) -> None:
 def check(subcommand: str, config: Config, options: Namespace) -> None:
     """Find the checkpoint, and reject what cannot work, before PyTorch is imported."""
     if subcommand in CHECKPOINT_COMMANDS:
-        options.checkpoint = find_checkpoint(str(options.checkpoint))
+        options.checkpoint = find_checkpoint(str(options.checkpoint))  # A section has no file.
     if subcommand == "train":
         check_writable(config.run.dir)
     #:: if fact("shards") ::#

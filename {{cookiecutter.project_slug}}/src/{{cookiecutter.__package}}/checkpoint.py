@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,7 @@ def read_on_main(read_content: Callable[[], Content], process: Process) -> Conte
 
     def read_header() -> Content:
         content.update(read_content())
-        header = dict(content)
-        header.pop("model", None)
-        header.pop("optimizer", None)
-        return header
+        return {key: content[key] for key in content.keys() - {"model", "optimizer"}}
 
     # The store passes the small header on. The content stays empty where it was not read.
     header = process.on_main(read_header)
@@ -58,7 +56,7 @@ class Checkpointer:
 
     def read_initial_content(self) -> Content:
         """Return a checkpoint to resume from, or initial weights, or an empty dictionary."""
-        # mkdir fails at a link to an unmounted disk, where the run would otherwise start anew.
+        # This accepts a folder, but no link to a disk that is not mounted: no run starts anew.
         self.folder.mkdir(parents=True, exist_ok=True)
         files.lock_run_dir(self.folder.parent)
         for leftover in self.folder.glob("*.tmp"):
@@ -68,7 +66,7 @@ class Checkpointer:
         if checkpoints and resume == "never":
             conflict = f"checkpoint.resume is never, but there is {checkpoints[-1]}"
             raise UserError(f"{conflict}; give another run.dir")
-        for path in reversed(checkpoints):
+        for path in reversed(checkpoints):  # A PATH in checkpoint.resume comes last.
             try:
                 return self.read(path)
             except UserError as error:
@@ -92,18 +90,20 @@ class Checkpointer:
         self.parallel = parallel
         self.optimizer = optimizer
         self.trained_parameters = set[Tensor]()
+        self.built_groups = [dict(group) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             self.trained_parameters.update(group["params"])
         # Some ranks may train nothing, if all of their parameters are frozen.
         if not any(self.process.all_gather(len(self.trained_parameters))):
             raise UserError("all parameters are frozen; leave some for the loss to change")
-        # A file of the same name may have another content when the run resumes.
-        digests = self.process.on_main(lambda: files.digest_files(self.config.files()))
         self.settings = asdict(self.config)
-        self.settings["content"] = {"number of samples": set_sizes, **digests}
-        self.settings["code"] = {}
-        for path in Path(__file__).parent.glob("*.py"):
-            self.settings["code"][path.name] = files.digest(path)
+        self.settings["content"] = {"number of samples": set_sizes}
+        for setting, path in self.config.files().items():
+            # A file of the same name may have another content when the run resumes.
+            digest = self.process.on_main(partial(files.digest, Path(path)))
+            self.settings["content"][f"content of {setting}"] = digest
+        source = Path(__file__).parent.glob("*.py")
+        self.settings["code"] = {path.name: files.digest(path) for path in source}
         content = self.initial_content
         if "progress" not in content:
             if self.config.model.weights is not None:
@@ -111,8 +111,9 @@ class Checkpointer:
             return 0, []
         changes = self.compare_settings(content["config"])
         self.load(parallel, content, optimizer)
-        # The state is empty unless the saved run scaled its loss, as fp16 requires.
-        if content["scaler"]:
+        for group in optimizer.param_groups:
+            group.update(content.get("numbers", {}))
+        if content["scaler"]:  # The state is empty unless the run scaled its loss, as fp16 does.
             parallel.scaler.load_state_dict(content["scaler"])
         return content["progress"]["step"], changes
 
@@ -132,12 +133,12 @@ class Checkpointer:
         # A file or run.dir may have moved, and a resumed run does not read the initial weights.
         ignored = {*self.config.files(), "run.dir", "model.weights", "the content of model.weights"}
         defaults = asdict(Config())
-        defaults["code"] = self.settings["code"]
+        defaults["code"] = self.settings["code"]  # Code without digests is unchanged.
         changes = []
         for section, settings in self.settings.items():
             for key, value in settings.items():
                 name = {"content": f"the {key}", "code": key}.get(section, f"{section}.{key}")
-                # An older checkpoint lacks newer settings, whose defaults then held, and the code.
+                # An older checkpoint lacks newer settings, whose defaults then held.
                 default = defaults.get(section, {}).get(key)
                 saved_value = saved_settings.get(section, {}).get(key, default)
                 if value == saved_value or name in ignored:
@@ -164,20 +165,28 @@ class Checkpointer:
         self.report_failed_save()
         self.parallel.average_buffers()
         for name, parameter in self.parallel.module.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if parameter not in self.trained_parameters:
+            if parameter.requires_grad and parameter not in self.trained_parameters:
                 # A resumed run would not train it, because it builds its optimizer at the start.
                 problem = f"{name} is trained, but the optimizer lacked it at the start"
                 raise UserError(f"step {progress['step']} is not saved: {problem}")
-            if not parameter.sum().isfinite():
+            if parameter.requires_grad and not parameter.sum().isfinite():
                 raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
         for name, buffer in self.parallel.module.named_buffers():
-            # A mask may hold infinity.
-            if buffer.isnan().any():
+            if buffer.isnan().any():  # A mask may hold infinity.
                 raise UserError(f"step {progress['step']} is not saved: {name} has NaN")
-        scaler_state = self.parallel.scaler.state_dict()
-        return {"progress": progress, "config": self.settings, "scaler": scaler_state}
+        # Some optimizers, such as Prodigy, keep numbers in their groups. A schedule sets lr anew.
+        numbers = Content()
+        for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True):
+            for key in group.keys() - {"lr", "initial_lr"}:
+                number = group[key]
+                if number != built.get(key) and numbers.setdefault(key, number) != number:
+                    raise UserError(f"the optimizer's groups differ in {key}, which is not saved")
+        return {
+            "progress": progress,
+            "config": self.settings,
+            "scaler": self.parallel.scaler.state_dict(),
+            "numbers": numbers,
+        }
 
     def write(self, content: Content, path: Path) -> None:
         """Write a checkpoint, and check that a run's first one can be read."""
@@ -185,11 +194,6 @@ class Checkpointer:
         # torch.save accepts what weights_only rejects, such as NumPy's numbers: reading shows it.
         if files.list_checkpoints(self.folder) == [path]:
             files.read(path)
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written; raises its error if it fails."""
-        self.wait_for_writers()
-        self.report_failed_save(raises=True)
 
     def report_failed_save(self, raises: bool = False) -> None:
         """Print or raise once why the last checkpoint could not be written; never waits for it."""
@@ -203,7 +207,7 @@ class Checkpointer:
             getLogger(__name__).error(f"error: {error}; the run continues and saves again when due")
 
     def wait_for_writers(self) -> None:
-        """Wait until no rank writes a checkpoint; errors of the writers are left for later."""
+        """Wait until neither rank 0 nor this rank writes; errors of writers are left for later."""
 
         def wait_for_thread() -> None:
             if self.pending is not None:
@@ -237,8 +241,7 @@ def copy_state(module: nn.Module, optimizer: Optimizer, copy: Any) -> Content:
     """Return weights and optimizer state by name, with a copy of each tensor."""
     state = {}
     for name, parameter in module.named_parameters():
-        # A parameter that never had a gradient has no state.
-        if parameter in optimizer.state:
+        if parameter in optimizer.state:  # A parameter that never had a gradient has no state.
             state[name] = optimizer.state[parameter]
     content = {"model": module.state_dict(), "optimizer": {"state": state}}
     return tree_map_only(Tensor, copy, content)

@@ -183,14 +183,11 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     """Reject an empty text, and a number outside of the bounds of its type."""
     if value == "":
         raise UserError(f"{name} is {value!r}; give a text")
-    # Not isinstance(): a bool is an int, too.
-    if type(value) not in (int, float):
+    if type(value) not in (int, float):  # Not isinstance(): a bool is an int, too.
         return
     bounds = (0, 1e300)
     for part in (hint, *get_args(hint)):
-        # PositiveInt | None has PositiveInt as a part.
-        bounds = getattr(part, "__metadata__", bounds)
+        bounds = getattr(part, "__metadata__", bounds)  # PositiveInt | None has two parts.
     low, high = bounds
-    # NaN is rejected too: every comparison with it is false.
-    if not low <= value <= high:
+    if not low <= value <= high:  # NaN is rejected too: every comparison with it is false.
         raise UserError(f"{name} is {value!r}; give a number from {low:g} to {high:g}")

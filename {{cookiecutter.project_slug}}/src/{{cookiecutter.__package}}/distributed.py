@@ -111,10 +111,10 @@ def setup(config: Config, process: Process) -> None:
         raise UserError("distributed.backend is nccl, but there are no GPUs to use; set it to auto")
     choose_algorithms(config.train.exact)
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
-    # NCCL ends a process that waits too long, before Python can print anything. So the gloo group
-    # gives up first, and failures.py finds out which ranks are silent.
+    # NCCL ends a process that waits too long, before Python can print anything. So the gloo group,
+    # where ranks meet before they wait for the device, gives up first: failures.py says for whom.
     group_timeout = timeout if backend == "gloo" else 2 * timeout
-    # PyTorch reads these for every new group. init_device_mesh has no argument for a timeout.
+    # PyTorch reads these for every new group. Strategies with a mesh can give it no timeout.
     distributed_c10d.default_pg_timeout = group_timeout
     distributed_c10d.default_pg_nccl_timeout = group_timeout
     dist.init_process_group(
@@ -139,10 +139,8 @@ def choose_device(config: Config) -> torch.device:
     num_devices = torch.accelerator.device_count()
     if config.distributed.backend == "gloo":
         if not getattr(config.parallel, "gloo_on_accelerators", False):
-            reason = "gloo cannot send an accelerator's tensors"
-            raise UserError(f"{reason}; add --distributed.device cpu")
-        # Ranks may share a device under gloo. NCCL refuses that.
-        first_device %= num_devices
+            raise UserError("gloo sends no tensors of an accelerator; add --distributed.device cpu")
+        first_device %= num_devices  # Ranks may share a device under gloo. NCCL refuses that.
     elif first_device + devices_per_rank > num_devices:
         reason = f"{num_devices} device(s) are too few"
         raise UserError(f"{reason}; lower NPROC, or add --distributed.device cpu")
@@ -161,25 +159,21 @@ def choose_algorithms(exact: bool) -> None:
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (mypy)
     torch.backends.cuda.matmul.allow_tf32 = not exact
     torch.backends.cudnn.allow_tf32 = not exact
-    # A benchmark may choose other algorithms in every run.
-    torch.backends.cudnn.benchmark = not exact
+    torch.backends.cudnn.benchmark = not exact  # A benchmark may choose others in every run.
 
 
 def cleanup(process: Process, stopped: bool = False) -> None:
     """Leave the process group, and end the process: exit code 0, or 130 or 143 after a stop."""
     code = int(process.store.get("stop")) if stopped else 0
-    # Rank 0 may hold the store, which others still read.
-    dist.barrier(group=process.cpu_group)
+    dist.barrier(group=process.cpu_group)  # Rank 0 may hold the store, which others still read.
     dist.destroy_process_group()
-    # Loader processes end when nothing refers to their loader.
-    gc.collect()
+    gc.collect()  # Loader processes end when nothing refers to their loader.
     exit_now(code)
 
 
 def exit_now(code: int) -> NoReturn:
     """End the process at once; Python would first delete objects that threads of gloo use."""
-    # The output may be closed, or nobody may read it any more.
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError):  # The output may be closed, or read by nobody.
         sys.stdout.flush()
     os._exit(code)
 

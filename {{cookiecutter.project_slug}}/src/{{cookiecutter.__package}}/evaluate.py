@@ -109,9 +109,7 @@ def evaluate(options: Any, config: Config, given: set[str], process: Process) ->
     """Evaluate a checkpoint on ``options.split``, and print its metrics as one line of JSON."""
     path = options.checkpoint
     task, parallel, datasets, step = load_experiment(path, config, given, process)
-    dataset = datasets[2]
-    if options.split == "validation":
-        dataset = datasets[1]
+    dataset = datasets[1 if options.split == "validation" else 2]
     metrics = Evaluator(task, parallel, dataset, config)(process)
     if process.rank == 0:
         head = {"event": "eval", "step": step, "split": options.split, "num_samples": len(dataset)}

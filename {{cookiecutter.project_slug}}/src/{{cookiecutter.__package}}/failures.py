@@ -27,13 +27,12 @@ MISTAKE_PHRASES = (
     "uneven sharding on dim",  # A parameter's width does not divide into as many shards.
     "have NCCL",  # This build of PyTorch has no such backend.
 )
-# Ranks whose wait times out do so within this time of each other.
-REPORT_SECONDS = 3.0
+REPORT_SECONDS = 3.0  # Ranks whose wait times out do so within this time of each other.
 
 
 def fail(error: Exception, process: Process) -> NoReturn:
     """End this process because of an error, and print why the run failed, on one rank."""
-    for number in STOP_SIGNALS:
+    for number in STOP_SIGNALS:  # A SIGTERM of the launcher must not interrupt this.
         signal.signal(number, signal.SIG_IGN)
     error = find_dead_loader(error, process)
     message = str(error)
@@ -66,7 +65,7 @@ def find_dead_loader(error: Exception, process: Process) -> Exception:
     """Return the death of a loader process, if there was one, instead of what it caused."""
     try:
         # PyTorch's handler of SIGCHLD raises a RuntimeError if a loader process died: wait for it.
-        # Rank 0 prints a mistake that all ranks make if it is the first, so the others wait longer.
+        # The first rank to report prints. If all fail, that is rank 0: the others wait longer.
         time.sleep(0.2 if process.rank == 0 else 0.7)
     except RuntimeError as dead_loader:
         error = dead_loader
@@ -82,8 +81,7 @@ def is_about_another_rank(error: Exception) -> bool:
         return True
     message = str(original)
     if "Traceback (most recent call last)" in message:
-        # A loader process sends its traceback as text, whose paths may look like gloo's.
-        return False
+        return False  # A loader process sends its traceback as text, with paths like gloo's.
     is_from_gloo = any(phrase in message for phrase in GLOO_PHRASES)
     return is_from_gloo and isinstance(original, RuntimeError)
 
@@ -129,7 +127,8 @@ def report_silent_ranks(description: str, process: Process) -> tuple[str, bool]:
     reason = f"a rank died or left ({description[:200]})"
     if store.check(["failure"]):
         reason = store.get("failure").decode()
-    return reason, process.rank == 0 or 0 in silent_ranks  # The searching rank stands in.
+    # The searching rank prints for a rank 0 that is silent. If rank 0 was just late, both print.
+    return reason, process.rank == 0 or 0 in silent_ranks
 
 
 def wait_for_reason(process: Process, seconds: float) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import pickle
 import re
 import shutil
 import tempfile
@@ -20,14 +21,42 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from .config import UserError
 
-# What a file holds by name: a checkpoint or a part of one, or weights.
-Content = dict[str, Any]
+Content = dict[str, Any]  # What a file holds by name: a checkpoint or a part of one, or weights.
+INDEX_NAMES = {  # All that the index of a sharded checkpoint is made of, by module.
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+    "torch": "Size float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 "
+    "int8 uint8 bool complex64 complex128",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
+}
+
+
+class IndexUnpickler(pickle.Unpickler):
+    """Reads a sharded checkpoint's index, a pickle, which could otherwise run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in INDEX_NAMES.get(module, "").split():
+            raise ValueError(f"its index names {module}.{name}, which might run code")
+        return super().find_class(module, name)
+
+
+def read_index(path: Path) -> Any:
+    """Return a sharded checkpoint's index; run this before PyTorch, which trusts any pickle."""
+    index_file = path / ".metadata"
+    if not index_file.is_file():
+        raise ValueError("it has no index")
+    with open(index_file, "rb") as file:
+        return IndexUnpickler(file).load()
 
 
 def read(path: Path) -> Content:
     """Read a checkpoint, or a file of weights, to the CPU; raises UserError if it is damaged."""
     try:
-        if path.suffix == ".dcp" or (path / ".metadata").exists():
+        if path.is_dir():
+            read_index(path)
             # PyTorch's public way to read all shards in one process is to convert them to a file.
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 full_path = Path(folder, "full.pt")
@@ -46,8 +75,7 @@ def read(path: Path) -> Content:
         # mmap, the bytes of a tensor are only read when it is used.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
-        # The disk failed, and the file may be intact: it must not be set aside as damaged.
-        raise
+        raise  # The disk failed, and the file may be intact: it must not be set aside as damaged.
     except CheckpointException:
         # CheckpointException is a BaseException, so `except Exception` would not catch it.
         reason = "a part of it is damaged or missing"
@@ -86,11 +114,6 @@ def digest(path: Path) -> str:
     return f"{checksum:08x} and {path.stat().st_size} bytes"
 
 
-def digest_files(files: dict[str, str]) -> dict[str, str]:
-    """Return the digests of the files that settings name, by setting."""
-    return {f"content of {setting}": digest(Path(path)) for setting, path in files.items()}
-
-
 def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
     """Write a text, or what ``content(file)`` writes, completely or not at all, even in a crash."""
     temporary = path.with_name(f"{path.name}.tmp")
@@ -121,12 +144,12 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def set_aside(path: Path, reason: str, move: Callable[[Path, str], object] = os.replace) -> None:
+def set_aside(path: Path, reason: str) -> None:
     """Rename a file or folder that cannot be read to ``*.damaged``, and print the reason."""
     damaged_path = f"{path}.damaged"
     # An earlier start may have left a folder of this name, which os.replace cannot overwrite.
     shutil.rmtree(damaged_path, ignore_errors=True)
-    move(path, damaged_path)
+    os.replace(path, damaged_path)
     getLogger(__name__).warning(f"{reason}; it is now {path.name}.damaged")
 
 

@@ -3,7 +3,6 @@
 import json
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from contextlib import nullcontext, suppress
@@ -138,7 +137,7 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
             is_damaged = True
     if is_damaged:
         reason = f"{path} has a damaged line; the best evaluation may be lost"
-        set_aside(path, reason, move=shutil.copy)
+        set_aside(path, reason)
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
 
@@ -155,7 +154,6 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
     content = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
-        **describe_commit(),
         "torch": torch.__version__,
         "host": platform.node(),
         "device": str(process.device),
@@ -164,20 +162,15 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
         "changes": changes,
         "earlier": earlier,
     }
-    write_atomically(path, json.dumps(content, indent=2) + "\n")
-
-
-def describe_commit() -> Record:
-    """Return the commit of the code, and whether files differ from it, if in a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
-    try:
+    # Nothing is known of the commit without git, or outside of a repository.
+    with suppress(OSError, subprocess.SubprocessError):
         status = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    # The first line is "# branch.oid COMMIT". Lines about changed files come last, without a "#".
-    status_lines = status.splitlines()
-    is_dirty = not status_lines[-1].startswith("#")
-    return {"git_commit": status_lines[0].split()[2], "git_dirty": is_dirty}
+        # The first line is "# branch.oid COMMIT". Lines about changed files come last, without "#".
+        lines = status.splitlines()
+        content["git_commit"] = lines[0].split()[2]
+        content["git_dirty"] = not lines[-1].startswith("#")
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def profile_steps(config: Config, process: Process) -> Any:

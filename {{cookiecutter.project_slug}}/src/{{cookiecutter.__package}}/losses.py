@@ -1,5 +1,6 @@
 """The losses of a step: sums over micro-batches and ranks, and what these are divided by."""
 
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class MeanLosses:
         self.task = task
         self.process = process
         self.local_batch_size = local_batch_size
-        self.names = list[str]()
+        self.agreed_names = ""
         self.denominator: int | Tensor = 1
         self.sums: Step = {}
 
@@ -34,7 +35,7 @@ class MeanLosses:
             # Gradients are averaged over ranks, so each divides by a rank's mean weight, never 0.
             self.denominator = weight.clamp(min=1e-30) / self.process.world_size
             return
-        # Without an all-reduce, all ranks need the same weight, such as a length per sample.
+        # Ranks need equal weights without an all-reduce. A multiple of the samples hints at that.
         if local_weight < self.local_batch_size or local_weight % self.local_batch_size:
             problem = f"Task.weight is {local_weight} for {self.local_batch_size} samples"
             raise UserError(f"{problem}; return a multiple, or a tensor")
@@ -53,35 +54,25 @@ class MeanLosses:
 
     def check_names(self, losses: Any) -> None:
         """Reject losses whose names differ between ranks, steps or micro-batches."""
-        names = []
-        if isinstance(losses, dict):
-            # All ranks use one order, because ``average`` adds up losses by their position.
-            names = sorted(losses, key=lambda name: (name != "loss", name))
-        if not self.names:
+        names = sorted(losses) if isinstance(losses, dict) else []  # No names are rejected below.
+        if not self.agreed_names:
             # The first rank that computes a loss decides on the names for all.
-            agreed_names = self.process.store.compare_set("losses", "", "\n".join(names))
-            self.names = agreed_names.decode().split("\n")
-        if names != self.names or names[0] != "loss" or "grad_norm" in names:
+            self.agreed_names = self.process.store.compare_set("losses", "", str(names)).decode()
+        if str(names) != self.agreed_names or "loss" not in names or "grad_norm" in names:
             problem = f"Task.losses returns {names or losses}"
             raise UserError(f"{problem}; give each batch `loss`, and the same other names")
 
     def average(self, steps: list[Step]) -> list[Step]:
         """Average losses and gradient norms of ``steps`` over ranks; waits for the device."""
-        # Under some strategies, only some ranks have outputs: dictionaries of others are empty.
-        names = self.names
-        if not names:
-            names = self.process.store.get("losses").decode().split("\n")
-        columns = [*names, "grad_norm"]
-        rows = []
-        for numbers in steps:
-            values = [float(numbers.get(name, 0)) for name in columns]
-            has_outputs = float(bool(numbers))
-            rows.append([*values, has_outputs])
-        totals = torch.tensor(rows, dtype=torch.float64)
-        dist.all_reduce(totals, group=self.process.cpu_group)
-        ranks_with_outputs = totals[:, -1:]
-        means = totals[:, :-1] / ranks_with_outputs
+        local_numbers = []
+        for step in steps:
+            local_numbers.append({name: float(value) for name, value in step.items()})
         averages = []
-        for row in means.tolist():
-            averages.append(dict(zip(columns, row, strict=True)))
+        for numbers_of_ranks in zip(*self.process.all_gather(local_numbers), strict=True):
+            # Under some strategies, only some ranks have outputs: dictionaries of others are empty.
+            filled = [numbers for numbers in numbers_of_ranks if numbers]
+            means = {}
+            for name in filled[0]:
+                means[name] = fmean(numbers[name] for numbers in filled)
+            averages.append(means)
         return averages

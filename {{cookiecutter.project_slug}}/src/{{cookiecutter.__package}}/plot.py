@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 COLUMNS = 3
 
 
@@ -21,16 +19,12 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
     axes = None
-    for number, (event, name) in enumerate(sorted(panels), start=1):
+    for number, name in enumerate(sorted(panels), start=1):
         axes = figure.add_subplot(rows, COLUMNS, number, sharex=axes, xlabel="step")
-        axes.set_title(f"{event}: {name}")
-        for (color, _), points in panels[event, name].items():
-            table = torch.tensor(points, dtype=torch.float64)  # Shape (points, 2).
-            axes.plot(*table.T, ".-", color=color, markersize=3, linewidth=0.5)
-            # The thick line is a moving average, with each mean in the middle of its points.
-            window = 1 + len(points) // 20
-            means = table.unfold(0, window, 1).mean(dim=2)  # Shape (points - window + 1, 2).
-            axes.plot(*means.T, color=color)
+        axes.set_title(name)
+        for (event, color, _), points in panels[name].items():
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, ".--" if event == "eval" else "-", color=color)
         # On a linear axis, small values would look like 0 where values span powers of ten.
         lowest, highest = axes.dataLim.intervaly
         if lowest > 0 and highest > 100 * lowest:
@@ -40,8 +34,8 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     figure.savefig(output)
 
 
-def choose_panels(run_dirs: Sequence[str]) -> dict[tuple[str, str], Any]:
-    """Return panels by (event, name); a panel has lists of (step, value) by (color, entry)."""
+def choose_panels(run_dirs: Sequence[str]) -> dict[str, Any]:
+    """Return panels by name; a panel has lists of (step, value) by (event, color, entry)."""
     panels: Any = defaultdict(lambda: defaultdict(list))
     for index, run_dir in enumerate(run_dirs):
         color = f"C{index}"  # Matplotlib names the colors of its cycle C0, C1, ...
@@ -51,11 +45,12 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[tuple[str, str], Any]:
         for line in complete_lines.splitlines():
             record = json.loads(line)
             for name, value in record.items():
-                # A list, such as one number for each class, has a curve for each entry.
-                entries = value if isinstance(value, list) else [value]
-                for entry, number in enumerate(entries):
+                # Several numbers, such as one for each class, have a curve for each entry.
+                entries = dict(enumerate(value)) if isinstance(value, list) else {"": value}
+                if isinstance(value, dict):
+                    entries = value
+                for entry, number in entries.items():
                     # Counts are integers, and null stands for what is not finite: neither is drawn.
                     if isinstance(number, float):
-                        points = panels[record["event"], name][color, entry]
-                        points.append((record["step"], number))
+                        panels[name][record["event"], color, entry].append((record["step"], number))
     return panels

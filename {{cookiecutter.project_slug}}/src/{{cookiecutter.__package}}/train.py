@@ -43,9 +43,7 @@ class Trainer:
         self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
         # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
-        self.total_steps = self.scheduled_steps
-        if config.train.max_steps is not None:
-            self.total_steps = min(self.scheduled_steps, config.train.max_steps)
+        self.total_steps = min(self.scheduled_steps, config.train.max_steps or self.scheduled_steps)
         self.optimizer = build_optimizer(self.parallel.module, config.optim)
         set_sizes = [len(dataset) for dataset in datasets]
         # The number of steps that the run has taken, in all its starts.
@@ -70,7 +68,7 @@ class Trainer:
                 evaluation_is_due = self.is_due(self.config.train.eval_every)
                 save_is_due = evaluation_is_due or self.is_due(self.config.checkpoint.every_steps)
                 log_is_due = save_is_due or self.is_due(self.config.train.log_every)
-                # A stop is agreed on with each record at the latest, before log() waits.
+                # If a rank hangs, this times out and tells which one, before log() waits for it.
                 stopped = self.stop_signal.agreed(must_check=log_is_due)
                 if log_is_due or stopped:
                     self.log()
@@ -87,7 +85,8 @@ class Trainer:
                     self.start_period()
                 step_end = time.perf_counter()
         # The last checkpoint may still have been written when the loop called prune().
-        self.checkpointer.wait()
+        self.checkpointer.wait_for_writers()
+        self.checkpointer.report_failed_save(raises=True)
         self.checkpointer.prune(self.logger.best_steps(self.task))
         if stopped:
             self.logger.print(f"stopped after step {self.step}; the same command resumes it")
@@ -124,8 +123,7 @@ class Trainer:
         scaler.update()
         self.optimizer.zero_grad()
         if not self.losses.sums:
-            # Under some strategies, only some ranks compute losses.
-            return {}
+            return {}  # Under some strategies, only some ranks compute losses.
         return {**self.losses.sums, "grad_norm": grad_norm}
 
     def batches(self) -> Iterator[Any]:
@@ -223,4 +221,5 @@ class Trainer:
         with torch.compiler.set_stance(stance):
             metrics = self.evaluator(self.process)
         position = {"event": "eval", "step": self.step, "split": "validation"}
-        self.logger.log(position, {"num_samples": self.evaluator.num_samples}, metrics)
+        position["num_samples"] = self.evaluator.num_samples
+        self.logger.log(position, metrics)

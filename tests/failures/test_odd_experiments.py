@@ -1,0 +1,184 @@
+"""Odd experiments under every strategy: as on one rank, and as without a stop; or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHOICES, Bake, edit, launch, read_losses, run
+
+pytestmark = pytest.mark.weekly
+
+Changes = dict[tuple[str, str], str]
+STEPS = 6
+SETTINGS = {
+    "train.max_steps": STEPS,
+    "train.log_every": 1,
+    "train.eval_every": 2,
+    "data.global_batch_size": 32,
+    "model.width": 8,
+    "model.depth": 1,
+    "distributed.device": "cpu",
+}
+WORDS = ["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value)))]
+STRATEGIES = CHOICES["parallelism"]
+# Two ranks share the work in the way of the strategy, or with it another dimension.
+RANKS = {"data_parallel": 1, "mesh": 4}
+LAYOUTS = {"mesh": ["--parallel.tensor", "2"]}
+
+TORCH = {("model.py", "from torch import Tensor, nn\n"): "import torch\nfrom torch import Tensor, nn\n"}
+BUILT = ("model.py", "    return nn.Sequential(blocks)\n")
+HEAD = ("model.py", '    blocks["head"] = wrap(Head(wide))\n')
+LINEAR = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
+CALLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
+OPTIMIZER = ("optim.py", "torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)")
+STEM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
+
+EXPERTS = """        features = features.mean(dim=(2, 3))
+        logits = features.new_zeros(len(features), CLASSES)
+        route = features.detach().argmax(dim=1) % len(self.experts)
+        for number, expert in enumerate(self.experts):
+            rows = route == number
+            if rows.any():
+                logits = logits.index_put((rows,), expert(features[rows]))
+        return logits
+"""
+MOMENTUM = """        features = features.mean(dim=(2, 3))
+        if self.training:
+            with torch.no_grad():
+                self.slow.weight.lerp_(self.linear.weight, 0.5)
+        return self.linear(features) + self.slow(features)
+"""
+COUNTED = """
+
+class Counted(torch.optim.Optimizer):
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "d": 1.0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["d"] *= 1.5
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * group["d"])
+"""
+LORA = """        self.linear = nn.Linear(width, CLASSES).requires_grad_(False)
+        self.down = nn.Linear(width, 2, bias=False)
+        self.up = nn.Linear(2, CLASSES, bias=False)
+"""
+NOISY = '        losses = F.cross_entropy((outputs + torch.randn_like(outputs)).float(), targets, reduction="none")\n'
+EXPERIMENTS: dict[str, Changes] = {
+    "a hook on a parameter": {
+        LINEAR: LINEAR[1] + "        self.linear.weight.register_hook(lambda gradient: gradient * 0.5)\n"
+    },
+    "experts that get no sample": TORCH
+    | {
+        LINEAR: "        self.experts = nn.ModuleList(nn.Linear(width, CLASSES) for _ in range(3))\n",
+        CALLED: EXPERTS,
+    },
+    "weights drawn after wrap": {
+        BUILT: "    for block in blocks.values():\n        for parameter in block.parameters():\n"
+        "            if parameter.dim() > 1:\n                nn.init.normal_(parameter, std=0.1)\n" + BUILT[1]
+    },
+    "a part in eval mode": {
+        STEM: "        self.norm = nn.BatchNorm2d(width)\n        self.norm.weight.requires_grad_(False)\n",
+        BUILT: "    blocks['stem'].eval()\n" + BUILT[1],
+    },
+    "a momentum encoder": TORCH
+    | {
+        LINEAR: LINEAR[1] + "        self.slow = nn.Linear(width, CLASSES, bias=False).requires_grad_(False)\n",
+        CALLED: MOMENTUM,
+    },
+    "spectral norm": {
+        LINEAR: "        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, CLASSES))\n"
+    },
+    "numbers in param_groups": {OPTIMIZER: "Counted(groups, lr=config.lr)"},
+    "adapters of frozen weights": {
+        LINEAR: LORA,
+        CALLED: "        features = features.mean(dim=(2, 3))\n"
+        "        return self.linear(features) + self.up(self.down(features))\n",
+    },
+    "random numbers in evaluation": {
+        ("task.py", '        losses = F.cross_entropy(outputs.float(), targets, reduction="none")\n'): NOISY
+    },
+    "two blocks with one weight": {
+        BUILT: '    blocks["narrow0"].conv2.weight = blocks["narrow0"].conv1.weight\n'
+        '    blocks["wide0"].norm1 = blocks["wide0"].norm2\n' + BUILT[1]
+    },
+    "a layer that is used twice": {
+        CALLED: "        features = features.mean(dim=(2, 3))\n"
+        "        for _ in range(2):\n            features = features + self.again(features)\n"
+        "        return self.linear(features)\n",
+        LINEAR: LINEAR[1] + "        self.again = nn.Linear(width, width)\n",
+    },
+    "a hook on the model": {
+        BUILT: "    model = nn.Sequential(blocks)\n"
+        "    model.register_forward_hook(lambda model, inputs, outputs: outputs * 2)\n    return model\n"
+    },
+}
+
+
+def result(project: Path, run_dir: str) -> dict[str, Any]:
+    """Return the losses of all steps and evaluations, and the final weights."""
+    import json
+
+    lines = (project / run_dir / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines)]
+    content = torch.load(project / run_dir / "checkpoints" / f"step-{STEPS:08}.pt", weights_only=True)
+    return {"losses": losses, "model": content["model"]}
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
+    """Return the largest relative deviations of losses, and of all weights together."""
+    loss = max(abs(mine / other - 1) for mine, other in zip(ours["losses"], theirs["losses"], strict=True))
+    squares = sum(float((ours["model"][name] - value).square().sum()) for name, value in theirs["model"].items())
+    norm = sum(float(value.square().sum()) for value in theirs["model"].values())
+    return loss, (squares / norm) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return by experiment what DDP gives on one rank."""
+    from conftest import render
+
+    known: dict[str, Any] = {}
+
+    def on_one_rank(name: str) -> dict[str, Any]:
+        if name not in known:
+            project = render(tmp_path_factory.mktemp("one"))
+            prepare(project, name)
+            launch(project, *WORDS, "--run.dir", "run", nproc=1)
+            known[name] = result(project, "run")
+        return known[name]
+
+    return on_one_rank
+
+
+def prepare(project: Path, name: str) -> None:
+    edit(project, EXPERIMENTS[name])
+    if name == "numbers in param_groups":
+        file = next((project / "src").iterdir()) / "optim.py"
+        file.write_text(file.read_text() + COUNTED)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_odd_experiment_is_right_or_refused(bake: Bake, expected: Any, name: str, strategy: str) -> None:
+    project, nproc = bake(parallelism=strategy), RANKS.get(strategy, 2)
+    prepare(project, name)
+    words = [*WORDS, *LAYOUTS.get(strategy, []), "--train.microbatches", "2"]
+    script = 'scripts/launch.sh "$@"; echo "code $?"'
+    out = run("bash", "-c", script, "bash", *words, "--run.dir", "straight", cwd=project, NPROC=str(nproc))
+    if "code 2" in out.stdout:
+        assert out.stderr.startswith("error: "), out.stderr
+        pytest.skip(f"refused: {out.stderr.splitlines()[0]}")
+    assert "code 0" in out.stdout, out.stderr
+    loss, weights = differences(result(project, "straight"), expected(name))
+    for steps in (STEPS // 2, STEPS):
+        launch(project, *words, "--run.dir", "run", "--train.max_steps", str(steps), nproc=nproc)
+    assert read_losses(project / "run") == read_losses(project / "straight")
+    print("DEVIATION", name, strategy, loss, weights)
+    assert loss < 1e-5 and weights < 1e-4, (loss, weights)
