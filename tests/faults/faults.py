@@ -227,7 +227,7 @@ FAULTS = {
         "TrainSampler.__iter__",
         'derive_seed(self.seed, "order", self.epoch)',
         "self.seed + (self.epoch << 32)",  # Of which PyTorch takes the lower half.
-        "project/tests/test_split.py::test_every_epoch_has_every_sample_in_an_order_of_its_own",
+        f"{SPLIT}[2-['--data.num_workers', '2']-[]]",
     ),
     "all steps and ranks have the same dropout": Fault(
         SRC + "train.py",

@@ -48,6 +48,23 @@ SPLIT = {
     "        pixels = images[order].astype(np.float32) / 16",
 }
 MEAN = {("task.py", 'reduction="sum")'): 'reduction="mean")'}
+POOLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
+LINEAR = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
+# A layer that follows another one, and changes whenever the model runs.
+FOLLOWER = {
+    LINEAR: LINEAR[1] + "        self.slow = nn.Linear(width, CLASSES).requires_grad_(False)\n",
+    POOLED: "        self.slow.weight.data.lerp_(self.linear.weight.data, 0.5)\n" + POOLED[1],
+}
+SPECTRAL = {
+    LINEAR: "        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, CLASSES))\n",
+}
+DROP_PATH = {POOLED: "        features = features * (features.new_empty(1).uniform_() > 0.5)\n" + POOLED[1]}
+NOISE = {
+    (
+        "task.py",
+        'losses = F.cross_entropy(outputs.float(), targets, reduction="none")',
+    ): 'losses = F.cross_entropy(outputs + torch.randn_like(outputs), targets, reduction="none")'
+}
 
 
 @pytest.mark.parametrize(("answers", "tests"), CASES)
@@ -127,8 +144,21 @@ def test_a_loss_of_ragged_weight_does_not_depend_on_the_split(bake: Bake, parall
         ("language", LEAK, "depends on the other samples of its batch"),
         ("digits", MEAN, "return sums from Task.losses"),
         ("digits", SPLIT, "returns other samples when it is called again"),
+        ("digits", FOLLOWER, "forward changes head.slow.weight"),
+        ("digits", SPECTRAL, "forward changes head.linear.parametrizations.weight.0._"),
+        ("digits", DROP_PATH, "loss depends on random numbers"),
+        ("digits", NOISE, "loss depends on random numbers"),
     ],
-    ids=["batch statistics behind a layer that starts at zero", "padding that leaks", "a mean for a sum", "a split"],
+    ids=[
+        "batch statistics behind a layer that starts at zero",
+        "padding that leaks",
+        "a mean for a sum",
+        "a split",
+        "a layer that follows another",
+        "spectral norm",
+        "drop-path",
+        "noise in evaluation",
+    ],
 )
 def test_what_makes_a_result_depend_on_the_split_is_named(
     bake: Bake, task: str, changes: dict[tuple[str, str], str], reason: str

@@ -1,11 +1,10 @@
 #:: if fact("loop") ::#
 #:: include "task/" ~ cookiecutter.task ~ "/plain.py" ::#
 #:: else ::#
-"""A plain training loop, in one process, from which no run must differ.
+"""A plain loop in one process, from which no run must differ, written from the documented rules.
 
-It is written from the documented rules with nothing but PyTorch. Of the package it uses only the
-experiment: the model, the datasets and the loss. So it repeats no mistake in the order of samples,
-random numbers, the schedule, clipping or the optimizer.
+Of the package, it uses only the experiment: model, datasets and loss. So it repeats no mistake in
+the order of samples, random numbers, the schedule, clipping or the optimizer.
 """
 
 import math

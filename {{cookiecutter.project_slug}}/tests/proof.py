@@ -19,8 +19,7 @@ The largest relative deviations in {STEPS} steps from a loop in one process that
 (tests/plain.py), on the CPU, and their bounds. In bf16 and fp16: from the first split in that
 precision, and twice the deviation of its micro-batches, another order of the same sums. Runs
 resumed on as many ranks are equal bit by bit, on another number to 1e-5, as are evaluations. If a
-test does not hold, the result depends on the split; `.venv/bin/pytest tests/test_experiment.py`
-names in words on what.
+test does not hold, `.venv/bin/pytest tests/test_experiment.py` names what depends on the split.
 """
 
 

@@ -18,8 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = next(path.parent.name for path in ROOT.glob("src/*/parallel.py"))
 STEPS = 20
 TOLERANCE = 1e-5  # A split changes only rounding, by less than this.
-# These settings make the experiment small: it trains for two epochs on the CPU, and every setting
-# of the optimizer and of the schedule has an effect.
+# The experiment is small: two epochs on the CPU, where all of optimizer and schedule has an effect.
 SMALL = [
     *"--data.eval_batch_size 17 --distributed.device cpu --run.seed 7".split(),
     *f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10".split(),
@@ -79,10 +78,7 @@ def train(run_dir: Path, *words: str, **options: Any) -> tuple[str, str]:
 def end_at(
     step: int, run_dir: Path, end: Callable[[int], object], *words: str, nproc: int = RANKS
 ) -> tuple[int, str, str]:
-    """Train until a step, and call ``end`` with the launcher's process id.
-
-    Returns the launcher's exit code, its output and its errors.
-    """
+    """Train until a step, and ``end`` the launcher; returns its exit code, output and errors."""
     with start("train", *SMALL, "--run.dir", str(run_dir), *words, nproc=nproc) as launcher:
         deadline = time.monotonic() + 120
         while last_step(run_dir) < step:

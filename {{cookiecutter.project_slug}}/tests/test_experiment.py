@@ -1,7 +1,4 @@
-"""What the proof requires of the dataset, the task and the model.
-
-A test that fails names in words what makes the result depend on how the work is split.
-"""
+"""What the proof requires of dataset, task and model; a failure names what depends on the split."""
 
 from typing import Any
 
@@ -93,6 +90,28 @@ def test_the_datasets_are_a_function_of_the_seed() -> None:
             "with a generator of a fixed seed"
         )
 #:: endif ::#
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trains", [True, False])
+def test_forward_draws_and_changes_nothing(model: nn.Module, samples: Any, trains: bool) -> None:
+    model.train(trains)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    first_results = compute(model, samples, range(SAMPLES))
+    for name, value in model.state_dict().items():
+        if not name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            assert torch.equal(value, before[name]), (
+                f"forward changes {name}: each micro-batch would do so again, and shards would "
+                "lose it; change it once per step, in train.py"
+            )
+    # The sample that is read last has seeded the random numbers, and it is another one in reverse.
+    results = compute(model, samples, range(SAMPLES)[::-1])
+    for numbers, first_numbers in zip(results, first_results, strict=True):
+        for name, values in numbers.items():
+            first_sum = float(first_numbers[name].double().sum())
+            assert float(values.double().sum()) == pytest.approx(first_sum, rel=TOLERANCE), (
+                f"{name} depends on random numbers; draw them in the dataset, by sample"
+            )
 
 
 @torch.no_grad()

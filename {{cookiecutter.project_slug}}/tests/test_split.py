@@ -52,16 +52,6 @@ def skip_if_refused(nproc: int, *words: str) -> None:
         pytest.skip(f"refused: {error}")
 
 
-def test_every_epoch_has_every_sample_in_an_order_of_its_own() -> None:
-    sampler = module("loader").TrainSampler(60, 0, 1, 10, seed=7)
-    orders = set()
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        orders.add(tuple(index for _, index in sampler))
-    assert len(orders) == 3
-    assert all(sorted(order) == list(range(60)) for order in orders)
-
-
 @pytest.mark.parametrize("compiled", [[], COMPILED], ids=str)
 @pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=str)
 def test_a_split_gives_the_result_of_a_plain_loop(
