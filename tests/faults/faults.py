@@ -365,18 +365,11 @@ FAULTS = {
         + "test_what_hangs_on_a_whole_model_that_has_stages_is_refused[register_forward_hook(lambda model, inputs, "
         "outputs: outputs * 2)-pipeline]",
     ),
-    "a layer that the last micro-batch lacks is not reduced": Fault(
-        PARALLEL + "ddp/parallel.py",
-        "Parallel.forward_backward",
-        "self.ddp.find_unused_parameters or",
-        "",
-        REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[ddp-words1-0-]",
-    ),
     "copies of the weights drift apart": Fault(
         PARALLEL + "ddp/parallel.py",
         "Parallel.check_copies",
-        "!=",
-        "is",
+        "if differing",
+        "if sums is differing",
         REPORTS + "test_copies_that_forward_changes_in_other_ways_are_named",
     ),
     "gradients of two layers are added": Fault(

@@ -56,7 +56,7 @@ class Parallel:
             self.module, find_unused_parameters=find_unused, gradient_as_bucket_view=True
         )
         # Each forward reads this. The argument has another name since PyTorch 2.13.
-        ddp.broadcast_buffers = False  # average_buffers() does not lose the others' statistics.
+        ddp.broadcast_buffers = False  # That would keep rank 0's alone: see average_buffers().
         # DDP calls whatever is its module now, and the model itself would need a batch.
         ddp.module = ParameterSum()
         ddp(self.module, self.device).backward()
@@ -70,10 +70,9 @@ class Parallel:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # mean_loss divides by the whole weight, so gradients add up. The last all-reduces them,
-            # unless a parameter may be unused: DDP would leave out those that the last lacks.
-            reduces = self.ddp.find_unused_parameters or number == len(microbatches)
-            with nullcontext() if reduces else self.ddp.no_sync():
+            # mean_loss divides by the whole weight, so gradients add up. The last all-reduces them.
+            is_last = number == len(microbatches)
+            with nullcontext() if is_last else self.ddp.no_sync():
                 with self.autocast():
                     loss = mean_loss(self.ddp(inputs), targets)
                 self.scaler.scale(loss).backward()
@@ -104,11 +103,12 @@ class Parallel:
         """Reject parameters whose copies on the ranks have drifted apart."""
         sums = {}
         for name, parameter in self.module.named_parameters():
-            sums[name] = str(parameter.sum().item())  # NaN is equal to itself as text alone.
+            # The sum of the bytes is the same in any order, and for NaN.
+            sums[name] = parameter.flatten().view(torch.uint8).sum().item()
         for other_sums in self.process.all_gather(sums):
-            for name in sums:
-                if sums[name] != other_sums[name]:
-                    raise UserError(f"copies of {name} drift apart: changed by forward, or unused?")
+            differing = sums.items() - other_sums.items()
+            if differing:
+                raise UserError(f"copies of {min(differing)[0]} drift apart: by forward, or unused")
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return copies of all weights and optimizer state on rank 0's CPU."""

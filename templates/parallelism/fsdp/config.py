@@ -17,3 +17,6 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)"
             )
+        # Replicas add up what each has kept of all micro-batches, by position.
+        if config.train.allow_unused and min(self.replicas, config.train.microbatches) > 1:
+            raise UserError("train.allow_unused with parallel.replicas needs train.microbatches 1")

@@ -91,7 +91,7 @@ class MemoryTracker(FakeTensorMode):
             # Python reads a number that is not there: False for a bool, and 1 for what may divide.
             return int(args[0].dtype != torch.bool)
         # Operations on values stay real, and so does arange: a mesh reads its ranks from it. One on
-        # a DTensor passes, too: inside, it runs on the shards, which are fake and come back here.
+        # a DTensor passes, too. The mode is off inside, but its fake shards turn it on again.
         is_arange = func.overloadpacket is torch.ops.aten.arange
         if not has_fake_input and (inputs or is_arange):
             return func(*args, **kwargs)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from . import checkpoint, files
 from .config import Config, UserError
@@ -67,7 +66,7 @@ class Checkpointer(checkpoint.Checkpointer):
             room = torch.empty(entry.size, dtype=entry.properties.dtype)
             parameter = parameters[names[2]]
             if room.shape == parameter.shape:
-                room = torch.empty_like(parameter, dtype=room.dtype)  # It is sharded, too.
+                room = torch.empty_like(parameter, dtype=room.dtype)  # Moments are sharded, too.
             states[names[2]][names[3]] = room
         state = {"model": parallel.module.state_dict(), "optimizer": {"state": states}}
         try:
@@ -81,7 +80,7 @@ class Checkpointer(checkpoint.Checkpointer):
     def restore(self, parallel: Any, optimizer: Optimizer, set_sizes: Any) -> tuple[int, list[str]]:
         """Give a new run the weights of a whole model, and do what every strategy does."""
         if "progress" not in self.initial_content and self.config.model.weights is None:
-            # What build_model draws after wrap() would be drawn again for each shard.
+            # What build_model draws after wrap(), it draws shard by shard; a whole model is right.
             seed_everything(self.config.run.seed)
             weights: Content = {}
             if self.process.rank == 0:
@@ -103,7 +102,7 @@ class Checkpointer(checkpoint.Checkpointer):
             return super().save(progress)
         header = json.dumps(self.begin_save(progress))
         path = self.folder / f"step-{progress['step']:08d}.dcp"
-        # A stager keeps its buffers for the next save. Before version 2.13, using them again fails.
+        # A stager uses its buffers again for the next save. Before version 2.13, that fails.
         if self.stager is None or torch.__version__ < "2.13":
             is_cuda = self.process.device.type == "cuda"
             options = StagingOptions(
@@ -114,10 +113,11 @@ class Checkpointer(checkpoint.Checkpointer):
             )
             self.stager = DefaultStager(options)
         state = checkpoint.copy_state(self.parallel.module, self.optimizer, lambda tensor: tensor)
-        for value in tree_leaves(state):
-            if not isinstance(value, Tensor):
-                problem = f"a sharded checkpoint cannot hold {value!r:.99}"
-                raise UserError(f"{problem}; set checkpoint.format to full")
+        for tensors in (state["model"], *state["optimizer"]["state"].values()):
+            for name, value in tensors.items():
+                if not isinstance(value, Tensor):
+                    problem = f"a sharded checkpoint holds tensors alone, and {name} is none"
+                    raise UserError(f"{problem}; set checkpoint.format to full")
         shards = self.stager.stage(state)
         # `with writer` would wait for this thread, whose collective never ends if a rank failed.
         writer = ThreadPoolExecutor(max_workers=1)

@@ -71,7 +71,7 @@ class Outline:
 
         with torch.device("meta"):
             model: Any = build_model(config, wrap)
-        # No stage would have what is not in a block: hooks, buffers or attributes of the model.
+        # Apart from blocks, it has to equal an empty nn.Sequential: no stage would have its hooks.
         is_bare = vars(model) | {"_modules": {}} == vars(nn.Sequential()) | {"_modules": {}}
         if not is_bare or type(model) is not nn.Sequential or list(model) != wrapped_blocks:
             raise UserError("a pipeline needs an nn.Sequential of what build_model wraps, no hooks")

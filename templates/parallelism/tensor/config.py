@@ -38,3 +38,6 @@ class ParallelConfig:
                 "train.precision is fp16, "
                 "whose scaler would skip steps on some ranks alone; give bf16"
             )
+        # Replicas add up what each has kept of all micro-batches, by position.
+        if config.train.allow_unused and min(self.replicas, config.train.microbatches) > 1:
+            raise UserError("train.allow_unused with parallel.replicas needs train.microbatches 1")

@@ -175,7 +175,7 @@ def check_writable(run_dir: str) -> None:
 def check(subcommand: str, config: Config, options: Namespace) -> None:
     """Find the checkpoint, and reject what cannot work, before PyTorch is imported."""
     if subcommand in CHECKPOINT_COMMANDS:
-        options.checkpoint = find_checkpoint(str(options.checkpoint))  # A section has no file.
+        options.checkpoint = find_checkpoint(str(options.checkpoint))  # A section names none.
     if subcommand == "train":
         check_writable(config.run.dir)
     #:: if fact("shards") ::#

@@ -56,7 +56,7 @@ class Checkpointer:
 
     def read_initial_content(self) -> Content:
         """Return a checkpoint to resume from, or initial weights, or an empty dictionary."""
-        # This accepts a folder, but no link to a disk that is not mounted: no run starts anew.
+        # This fails at a link to a disk that is not mounted, where a run would start anew.
         self.folder.mkdir(parents=True, exist_ok=True)
         files.lock_run_dir(self.folder.parent)
         for leftover in self.folder.glob("*.tmp"):
@@ -90,7 +90,6 @@ class Checkpointer:
         self.parallel = parallel
         self.optimizer = optimizer
         self.trained_parameters = set[Tensor]()
-        self.built_groups = [dict(group) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             self.trained_parameters.update(group["params"])
         # Some ranks may train nothing, if all of their parameters are frozen.
@@ -112,7 +111,7 @@ class Checkpointer:
         changes = self.compare_settings(content["config"])
         self.load(parallel, content, optimizer)
         for group in optimizer.param_groups:
-            group.update(content.get("numbers", {}))
+            group.update(content.get("numbers", {}))  # Those of begin_save().
         if content["scaler"]:  # The state is empty unless the run scaled its loss, as fp16 does.
             parallel.scaler.load_state_dict(content["scaler"])
         return content["progress"]["step"], changes
@@ -174,13 +173,13 @@ class Checkpointer:
         for name, buffer in self.parallel.module.named_buffers():
             if buffer.isnan().any():  # A mask may hold infinity.
                 raise UserError(f"step {progress['step']} is not saved: {name} has NaN")
-        # Some optimizers, such as Prodigy, keep numbers in their groups. A schedule sets lr anew.
-        numbers = Content()
-        for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True):
-            for key in group.keys() - {"lr", "initial_lr"}:
-                number = group[key]
-                if number != built.get(key) and numbers.setdefault(key, number) != number:
-                    raise UserError(f"the optimizer's groups differ in {key}, which is not saved")
+        # Some optimizers, such as Prodigy, keep numbers in their groups. The settings have others.
+        numbers = {}
+        for key, default in self.optimizer.defaults.items():
+            if isinstance(default, int | float) and not hasattr(self.config.optim, key):
+                values = {group[key] for group in self.optimizer.param_groups}
+                if len(values) == 1 and values != {default}:
+                    numbers[key] = values.pop()
         return {
             "progress": progress,
             "config": self.settings,

@@ -46,7 +46,7 @@ class Process:
         key = f"main{self.num_calls}"
         if self.rank == 0:
             try:
-                answer = json.dumps({"result": action()})
+                answer = json.dumps({"result": action()}, default=str)
             except Exception as error:
                 # All ranks have to end, whatever the error is; one that nobody expects is a bug.
                 if not isinstance(error, UserError | OSError):
@@ -114,7 +114,7 @@ def setup(config: Config, process: Process) -> None:
     # NCCL ends a process that waits too long, before Python can print anything. So the gloo group,
     # where ranks meet before they wait for the device, gives up first: failures.py says for whom.
     group_timeout = timeout if backend == "gloo" else 2 * timeout
-    # PyTorch reads these for every new group. Strategies with a mesh can give it no timeout.
+    # PyTorch reads these for every new group: those of init_device_mesh are given no timeout.
     distributed_c10d.default_pg_timeout = group_timeout
     distributed_c10d.default_pg_nccl_timeout = group_timeout
     dist.init_process_group(

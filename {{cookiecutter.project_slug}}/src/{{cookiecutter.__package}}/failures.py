@@ -37,8 +37,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
     error = find_dead_loader(error, process)
     message = str(error)
     if any(phrase in message for phrase in MISTAKE_PHRASES):
-        # PyTorch writes "but you set 'torch.use_deterministic_algorithms(True)'".
-        error = UserError(message.replace("you set", "train.exact sets"))
+        error = UserError(message)
     waited = is_about_another_rank(error)
     report = report_silent_ranks if waited else report_failure
     try:

@@ -22,12 +22,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from .config import UserError
 
 Content = dict[str, Any]  # What a file holds by name: a checkpoint or a part of one, or weights.
-INDEX_NAMES = {  # All that the index of a sharded checkpoint is made of, by module.
+INDEX_NAMES = {  # What a sharded checkpoint's index is made of, by module.
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",
-    "torch": "Size float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 "
-    "int8 uint8 bool complex64 complex128",
-    "torch.serialization": "_get_layout",
+    "torch": "Size",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
     "TensorStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
@@ -38,17 +36,20 @@ class IndexUnpickler(pickle.Unpickler):
     """Reads a sharded checkpoint's index, a pickle, which could otherwise run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in INDEX_NAMES.get(module, "").split():
-            raise ValueError(f"its index names {module}.{name}, which might run code")
+        if name == "_get_layout":
+            return lambda _: torch.strided  # PyTorch's function could return what a pickle gave it.
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in INDEX_NAMES.get(module, "").split():
+            raise PermissionError(f"{module}.{name} in a checkpoint's index might run code")
         return super().find_class(module, name)
 
 
 def read_index(path: Path) -> Any:
     """Return a sharded checkpoint's index; run this before PyTorch, which trusts any pickle."""
-    index_file = path / ".metadata"
-    if not index_file.is_file():
-        raise ValueError("it has no index")
-    with open(index_file, "rb") as file:
+    index_files = list(path.glob("*.metadata"))  # PyTorch falls back to others with such names.
+    if index_files != [path / ".metadata"]:
+        raise ValueError("it has no index, or several")
+    with open(index_files[0], "rb") as file:
         return IndexUnpickler(file).load()
 
 

@@ -48,10 +48,10 @@ class Logger:
             if record.get("event") == "eval":
                 self.evaluations[record["step"]] = record
         ranks = f"{process.world_size} rank(s), {process.device}"
-        self.print(f"{self.run_dir}: step {step} of {total_steps} on {ranks}")
-        if process.device.type != "cpu":
-            train = config.train
-            self.print(f"train.precision is {train.precision}, and train.exact is {train.exact}")
+        self.print(
+            f"{self.run_dir}: step {step} of {total_steps} on {ranks}; "
+            f"train.precision {config.train.precision}, train.exact {config.train.exact}"
+        )
         for change in changes:
             self.print(f"changed: {change}")
         #:: if file("tracker", "tracker.py") ::#
@@ -165,9 +165,10 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
     command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
     # Nothing is known of the commit without git, or outside of a repository.
     with suppress(OSError, subprocess.SubprocessError):
-        status = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30)
         # The first line is "# branch.oid COMMIT". Lines about changed files come last, without "#".
-        lines = status.splitlines()
+        lines = subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=30
+        ).splitlines()
         content["git_commit"] = lines[0].split()[2]
         content["git_dirty"] = not lines[-1].startswith("#")
     write_atomically(path, json.dumps(content, indent=2) + "\n")

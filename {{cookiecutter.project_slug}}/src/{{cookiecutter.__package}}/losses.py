@@ -54,7 +54,7 @@ class MeanLosses:
 
     def check_names(self, losses: Any) -> None:
         """Reject losses whose names differ between ranks, steps or micro-batches."""
-        names = sorted(losses) if isinstance(losses, dict) else []  # No names are rejected below.
+        names = sorted(losses) if isinstance(losses, dict) else []  # [] is rejected below.
         if not self.agreed_names:
             # The first rank that computes a loss decides on the names for all.
             self.agreed_names = self.process.store.compare_set("losses", "", str(names)).decode()

@@ -13,6 +13,7 @@ from .config import OptimConfig
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build a fused AdamW; matrices and kernels decay, biases and normalization weights do not."""
     members: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    members[0.0, None] = []  # An optimizer needs a group, but all parameters may be frozen.
     for parameter in module.parameters():
         if parameter.requires_grad:
             weight_decay = config.weight_decay if parameter.dim() > 1 else 0.0
@@ -22,9 +23,6 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     groups: list[dict[str, Any]] = []
     for (weight_decay, _), parameters in members.items():
         groups.append({"params": parameters, "weight_decay": weight_decay})
-    if not groups:
-        # An optimizer needs a group, but all parameters of a rank may be frozen.
-        groups = [{"params": []}]
     betas = (config.betas[0], config.betas[1])
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 

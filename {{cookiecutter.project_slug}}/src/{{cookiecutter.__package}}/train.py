@@ -220,6 +220,10 @@ class Trainer:
         stance = "force_eager" if self.config.train.compile else "default"
         with torch.compiler.set_stance(stance):
             metrics = self.evaluator(self.process)
-        position = {"event": "eval", "step": self.step, "split": "validation"}
-        position["num_samples"] = self.evaluator.num_samples
+        position = {
+            "event": "eval",
+            "step": self.step,
+            "split": "validation",
+            "num_samples": self.evaluator.num_samples,
+        }
         self.logger.log(position, metrics)
