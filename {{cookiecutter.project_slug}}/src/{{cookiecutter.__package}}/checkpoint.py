@@ -159,10 +159,9 @@ class Checkpointer:
         return path
 
     def begin_save(self, progress: dict[str, int]) -> Content:
-        """Wait, average buffers, check the weights, and return what is equal on all ranks."""
+        """Wait, check the weights, average buffers, and return what is equal on all ranks."""
         self.wait_for_writers()
         self.report_failed_save()
-        self.parallel.average_buffers()
         for name, parameter in self.parallel.module.named_parameters():
             if parameter.requires_grad and parameter not in self.trained_parameters:
                 # A resumed run would not train it, because it builds its optimizer at the start.
@@ -170,6 +169,7 @@ class Checkpointer:
                 raise UserError(f"step {progress['step']} is not saved: {problem}")
             if parameter.requires_grad and not parameter.sum().isfinite():
                 raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
+        self.parallel.average_buffers()
         for name, buffer in self.parallel.module.named_buffers():
             if buffer.isnan().any():  # A mask may hold infinity.
                 raise UserError(f"step {progress['step']} is not saved: {name} has NaN")
