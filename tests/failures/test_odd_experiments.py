@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BIN, CHOICES, Bake, edit, launch, read_losses, run
+from conftest import BIN, CHOICES, Bake, edit, launch, read_losses, read_records, render, run
+from test_reports import BUILD, COUNTING, HEAD, IMPORTED, MEASURED, OPTIMIZER, POOLED, STEM, Changes
 
 pytestmark = pytest.mark.weekly
 
-Changes = dict[tuple[str, str], str]
 STEPS = 6
 SETTINGS = {
     "train.max_steps": STEPS,
@@ -28,14 +28,6 @@ STRATEGIES = CHOICES["parallelism"]
 RANKS = {"data_parallel": 1, "mesh": 4}
 LAYOUTS = {"mesh": ["--parallel.tensor", "2"]}
 
-TORCH = {("model.py", "from torch import Tensor, nn\n"): "import torch\nfrom torch import Tensor, nn\n"}
-BUILT = ("model.py", "    return nn.Sequential(blocks)\n")
-HEAD = ("model.py", '    blocks["head"] = wrap(Head(wide))\n')
-LINEAR = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
-CALLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
-OPTIMIZER = ("optim.py", "torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)")
-STEM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
-
 EXPERTS = """        features = features.mean(dim=(2, 3))
         logits = features.new_zeros(len(features), CLASSES)
         route = features.detach().argmax(dim=1) % len(self.experts)
@@ -51,20 +43,6 @@ MOMENTUM = """        features = features.mean(dim=(2, 3))
                 self.slow.weight.lerp_(self.linear.weight, 0.5)
         return self.linear(features) + self.slow(features)
 """
-COUNTED = """
-
-class Counted(torch.optim.Optimizer):
-    def __init__(self, groups, lr):
-        super().__init__(groups, {"lr": lr, "d": 1.0})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            group["d"] *= 1.5
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"] * group["d"])
-"""
 LORA = """        self.linear = nn.Linear(width, CLASSES).requires_grad_(False)
         self.down = nn.Linear(width, 2, bias=False)
         self.up = nn.Linear(2, CLASSES, bias=False)
@@ -72,63 +50,58 @@ LORA = """        self.linear = nn.Linear(width, CLASSES).requires_grad_(False)
 NOISY = '        losses = F.cross_entropy((outputs + torch.randn_like(outputs)).float(), targets, reduction="none")\n'
 EXPERIMENTS: dict[str, Changes] = {
     "a hook on a parameter": {
-        LINEAR: LINEAR[1] + "        self.linear.weight.register_hook(\n"
+        HEAD: HEAD[1] + "        self.linear.weight.register_hook(\n"
         "            lambda gradient: gradient * (gradient.new_ones(CLASSES).cumsum(0) > 5)[:, None]\n        )\n"
     },
-    "experts that get no sample": TORCH
+    "experts that get no sample": IMPORTED
     | {
-        LINEAR: "        self.experts = nn.ModuleList(nn.Linear(width, CLASSES) for _ in range(3))\n",
-        CALLED: EXPERTS,
+        HEAD: "        self.experts = nn.ModuleList(nn.Linear(width, CLASSES) for _ in range(3))\n",
+        POOLED: EXPERTS,
     },
     "weights drawn after wrap": {
-        BUILT: "    for block in blocks.values():\n        for parameter in block.parameters():\n"
-        "            if parameter.dim() > 1:\n                nn.init.normal_(parameter, std=0.1)\n" + BUILT[1]
+        BUILD: "    for block in blocks.values():\n        for parameter in block.parameters():\n"
+        "            if parameter.dim() > 1:\n                nn.init.normal_(parameter, std=0.1)\n" + BUILD[1]
     },
     "a part in eval mode": {
         STEM: "        self.norm = nn.BatchNorm2d(width)\n        self.norm.weight.requires_grad_(False)\n",
-        BUILT: "    blocks['stem'].eval()\n" + BUILT[1],
+        BUILD: "    blocks['stem'].eval()\n" + BUILD[1],
     },
-    "a momentum encoder": TORCH
+    "a momentum encoder": IMPORTED
     | {
-        LINEAR: LINEAR[1] + "        self.slow = nn.Linear(width, CLASSES, bias=False).requires_grad_(False)\n",
-        CALLED: MOMENTUM,
+        HEAD: HEAD[1] + "        self.slow = nn.Linear(width, CLASSES, bias=False).requires_grad_(False)\n",
+        POOLED: MOMENTUM,
     },
     "spectral norm": {
-        LINEAR: "        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, CLASSES))\n"
+        HEAD: "        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, CLASSES))\n"
     },
-    "numbers in param_groups": {OPTIMIZER: "Counted(groups, lr=config.lr)"},
+    "numbers in param_groups": {("optim.py", f"torch.optim.{OPTIMIZER[1]}"): "Counting(groups, lr=config.lr)"},
     "adapters of frozen weights": {
-        LINEAR: LORA,
-        CALLED: "        features = features.mean(dim=(2, 3))\n"
+        HEAD: LORA,
+        POOLED: "        features = features.mean(dim=(2, 3))\n"
         "        return self.linear(features) + self.up(self.down(features))\n",
     },
-    "random numbers in evaluation": {
-        ("task.py", '        losses = F.cross_entropy(outputs.float(), targets, reduction="none")\n'): NOISY
-    },
+    "random numbers in evaluation": {MEASURED: NOISY},
     "two blocks with one weight": {
-        BUILT: '    blocks["narrow0"].conv2.weight = blocks["narrow0"].conv1.weight\n'
-        '    blocks["wide0"].norm1 = blocks["wide0"].norm2\n' + BUILT[1]
+        BUILD: '    blocks["narrow0"].conv2.weight = blocks["narrow0"].conv1.weight\n'
+        '    blocks["wide0"].norm1 = blocks["wide0"].norm2\n' + BUILD[1]
     },
     "a layer that is used twice": {
-        CALLED: "        features = features.mean(dim=(2, 3))\n"
+        POOLED: "        features = features.mean(dim=(2, 3))\n"
         "        for _ in range(2):\n            features = features + self.again(features)\n"
         "        return self.linear(features)\n",
-        LINEAR: LINEAR[1] + "        self.again = nn.Linear(width, width)\n",
+        HEAD: HEAD[1] + "        self.again = nn.Linear(width, width)\n",
     },
     "a hook on the model": {
-        BUILT: "    model = nn.Sequential(blocks)\n"
+        BUILD: "    model = nn.Sequential(blocks)\n"
         "    model.register_forward_hook(lambda model, inputs, outputs: outputs * 2)\n    return model\n"
     },
 }
 
 
-def result(project: Path, run_dir: str) -> dict[str, Any]:
+def result(run_dir: Path) -> dict[str, Any]:
     """Return the losses of all steps and evaluations, and the final weights."""
-    import json
-
-    lines = (project / run_dir / "metrics.jsonl").read_text().splitlines()
-    losses = [record["loss"] for record in map(json.loads, lines)]
-    content = torch.load(project / run_dir / "checkpoints" / f"step-{STEPS:08}.pt", weights_only=True)
+    losses = [record["loss"] for event in ("train", "eval") for record in read_records(run_dir, event)]
+    content = torch.load(run_dir / "checkpoints" / f"step-{STEPS:08}.pt", weights_only=True)
     return {"losses": losses, "model": content["model"]}
 
 
@@ -143,8 +116,6 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, fl
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return by experiment what DDP gives on one rank."""
-    from conftest import render
-
     known: dict[str, Any] = {}
 
     def on_one_rank(name: str) -> dict[str, Any]:
@@ -152,7 +123,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
             project = render(tmp_path_factory.mktemp("one"))
             prepare(project, name)
             launch(project, *WORDS, "--run.dir", "run", nproc=1)
-            known[name] = result(project, "run")
+            known[name] = result(project / "run")
         return known[name]
 
     return on_one_rank
@@ -162,7 +133,7 @@ def prepare(project: Path, name: str) -> None:
     edit(project, EXPERIMENTS[name])
     if name == "numbers in param_groups":
         file = next((project / "src").iterdir()) / "optim.py"
-        file.write_text(file.read_text() + COUNTED)
+        file.write_text(file.read_text() + COUNTING.replace("FACTOR", "1.5"))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -181,7 +152,7 @@ def test_an_odd_experiment_is_right_or_refused(bake: Bake, expected: Any, name: 
         assert "model.py" in out.stderr or "DTensor" in out.stderr, out.stderr
         pytest.skip(f"error: {out.stderr.splitlines()[-1]}")
     assert "code 0" in out.stdout, out.stderr
-    loss, weights = differences(result(project, "straight"), expected(name))
+    loss, weights = differences(result(project / "straight"), expected(name))
     print("DEVIATION", name, strategy, loss, weights)
     for steps in (STEPS // 2, STEPS):
         launch(project, *words, "--run.dir", "run", "--train.max_steps", str(steps), nproc=nproc)

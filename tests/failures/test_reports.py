@@ -53,6 +53,7 @@ TASK = (
     '        """Build what the losses need, such as a teacher, which is then frozen in eval mode."""\n',
 )
 HEAD = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
+POOLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
 BUILD = ("model.py", "    return nn.Sequential(blocks)\n")
 PREPARE = ' such as a teacher\'s outputs."""\n'
 PREPARED = ("task.py", PREPARE + "        return inputs, targets\n")
@@ -453,7 +454,7 @@ def test_losses_are_averaged_by_name(bake: Bake) -> None:
         ("squares", "; give each batch `loss`, and the same other names"),
         ('{"loss": squares, "step": squares}', "two numbers of one name"),
         ('{"loss": squares, "lr": squares}', "two numbers of one name"),
-        ('{"loss": squares, "grad_norm": squares}', "Task.losses returns ['grad_norm', 'loss']"),
+        ('{"loss": squares, "grad_norm": squares}', "Task.losses returns ['loss', 'grad_norm']"),
     ],
 )
 def test_losses_that_cannot_be_averaged_or_recorded_are_named(bake: Bake, losses: str, named: str) -> None:
@@ -1244,18 +1245,17 @@ def test_a_layer_that_some_micro_batches_lack_is_right_or_refused(
     if parallelism != "ddp" and other:
         # FSDP would add up the gradients of two layers. If their sizes differed, gloo would end the ranks.
         layer += "        self.other = nn.Linear(width, width)\n"
-    mean = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
     sizes = ["--parallel.replicas", "2"] if parallelism == "tensor" else []
     words = [*SMALL, "--train.max_steps", "2", *words, *sizes, "--train.microbatches", "2", "--run.dir", "run"]
     project, nproc = bake(parallelism=parallelism), 4 if sizes else 2
-    edit(project, {HEAD: HEAD[1] + layer, mean: SOMETIMES.format(other, OTHER if "other" in layer else LACKS)})
+    edit(project, {HEAD: HEAD[1] + layer, POOLED: SOMETIMES.format(other, OTHER if "other" in layer else LACKS)})
     if named:
         error = launch(project, *words, nproc=nproc, code=2).stderr
         assert named in error and not list(project.glob("run/checkpoints/*.pt")), error
         return
     launch(project, *words, nproc=nproc)
     reference = bake("reference", parallelism=parallelism)
-    edit(reference, {HEAD: HEAD[1] + layer, mean: SOMETIMES.format(other, ZERO)})
+    edit(reference, {HEAD: HEAD[1] + layer, POOLED: SOMETIMES.format(other, ZERO)})
     launch(reference, *words, nproc=nproc)
     found, expected = (
         [[record["loss"], record["grad_norm"]] for record in read_records(folder / "run", "train")]
@@ -1267,8 +1267,7 @@ def test_a_layer_that_some_micro_batches_lack_is_right_or_refused(
 def test_copies_that_forward_changes_in_other_ways_are_named(bake: Bake) -> None:
     project = bake()
     layer = "        self.slow = nn.Linear(width, 1).requires_grad_(False)\n"
-    mean = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
     changed = "        self.slow.weight.add_(features.mean().detach())\n"
-    edit(project, {HEAD: HEAD[1] + layer, mean: changed + mean[1]})
+    edit(project, {HEAD: HEAD[1] + layer, POOLED: changed + POOLED[1]})
     assert "copies of head.slow.weight drift apart" in refuse(project)
     assert not list(project.glob("run/checkpoints/*.pt"))

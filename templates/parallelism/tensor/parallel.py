@@ -64,9 +64,9 @@ class Parallel:
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
-        # The names of trained parameters, and of those that the last backward has reached.
-        self.watched = set[str]()
-        self.used = set[str]()
+        # The gathered parameters that are trained, and those that the last backward has reached.
+        self.watched = dict[str, Tensor]()
+        self.used = set[Tensor]()
         self.watch_parameters()
 
     def build_mesh(self) -> DeviceMesh:
@@ -130,7 +130,7 @@ class Parallel:
             self.check_used()
 
     def watch_parameters(self) -> None:
-        """Let each trained parameter report to ``used`` when a backward has reached it."""
+        """Let a backward add each trained parameter that it reaches to ``used``."""
         # The whole model comes last. It gathers only parameters outside of the blocks.
         for prefix, block in reversed(list(self.module.named_modules())):
             if not isinstance(block, FSDPModule):
@@ -139,26 +139,21 @@ class Parallel:
             block.unshard()
             for name, parameter in cast(nn.Module, block).named_parameters(prefix):
                 if parameter.requires_grad and name not in self.watched:
-                    self.watched.add(name)
-                    report = partial(self.report_used, name)
-                    parameter.register_post_accumulate_grad_hook(report)
+                    self.watched[name] = parameter
+                    parameter.register_post_accumulate_grad_hook(self.used.add)
             block.reshard()
-
-    def report_used(self, name: str, _: Tensor) -> None:
-        """Note that a backward has reached a parameter."""
-        self.used.add(name)
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""
         # FSDP concatenates the gradients that a rank has, and adds the results up over the ranks:
         # if one rank lacks a gradient, this adds up gradients of different parameters.
-        unused = self.watched - self.used
+        unused = {name for name in self.watched if self.watched[name] not in self.used}
         if unused and not self.allow_unused:
             problem = f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch"
             raise UserError(f"{problem}; use or freeze them, or set train.allow_unused")
         if self.allow_unused:
-            used_by_rank = self.process.all_gather(self.used)
-            used_by_some = set.union(*used_by_rank) - set.intersection(*used_by_rank)
+            unused_by_rank = self.process.all_gather(unused)
+            used_by_some = set.union(*unused_by_rank) - set.intersection(*unused_by_rank)
             if used_by_some:
                 raise UserError(
                     f"only some ranks use {min(used_by_some)}; "

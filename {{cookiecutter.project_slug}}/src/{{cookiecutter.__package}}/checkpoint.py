@@ -31,11 +31,12 @@ def read_on_main(read_content: Callable[[], Content], process: Process) -> Conte
 
     def read_header() -> Content:
         content.update(read_content())
+        if "progress" not in content:
+            return {}  # Weights alone have no header.
         return {key: content[key] for key in content.keys() - {"model", "optimizer"}}
 
     # The store passes the small header on. The content stays empty where it was not read.
-    header = process.on_main(read_header)
-    return content | header
+    return content | process.on_main(read_header)
 
 
 class Checkpointer:

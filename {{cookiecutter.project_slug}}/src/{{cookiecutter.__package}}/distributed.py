@@ -46,7 +46,7 @@ class Process:
         key = f"main{self.num_calls}"
         if self.rank == 0:
             try:
-                answer = json.dumps({"result": action()}, default=str)
+                answer = json.dumps({"result": action()})
             except Exception as error:
                 # All ranks have to end, whatever the error is; one that nobody expects is a bug.
                 if not isinstance(error, UserError | OSError):

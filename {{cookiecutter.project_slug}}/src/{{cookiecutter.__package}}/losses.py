@@ -1,6 +1,5 @@
 """The losses of a step: sums over micro-batches and ranks, and what these are divided by."""
 
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class MeanLosses:
             # The first rank that computes a loss decides on the names for all.
             self.agreed_names = self.process.store.compare_set("losses", "", str(names)).decode()
         if str(names) != self.agreed_names or "loss" not in names or "grad_norm" in names:
-            problem = f"Task.losses returns {names or losses}"
+            problem = f"Task.losses returns {list(losses) if names else losses}"
             raise UserError(f"{problem}; give each batch `loss`, and the same other names")
 
     def average(self, steps: list[Step]) -> list[Step]:
@@ -73,6 +72,6 @@ class MeanLosses:
             filled = [numbers for numbers in numbers_of_ranks if numbers]
             means = {}
             for name in filled[0]:
-                means[name] = fmean(numbers[name] for numbers in filled)
+                means[name] = sum(numbers[name] for numbers in filled) / len(filled)
             averages.append(means)
         return averages

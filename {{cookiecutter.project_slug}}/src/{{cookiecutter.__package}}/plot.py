@@ -46,9 +46,9 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[str, Any]:
             record = json.loads(line)
             for name, value in record.items():
                 # Several numbers, such as one for each class, have a curve for each entry.
-                entries = dict(enumerate(value)) if isinstance(value, list) else {"": value}
-                if isinstance(value, dict):
-                    entries = value
+                if isinstance(value, list):
+                    value = dict(enumerate(value))
+                entries = value if isinstance(value, dict) else {"": value}
                 for entry, number in entries.items():
                     # Counts are integers, and null stands for what is not finite: neither is drawn.
                     if isinstance(number, float):

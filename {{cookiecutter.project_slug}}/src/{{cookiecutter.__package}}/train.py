@@ -68,7 +68,7 @@ class Trainer:
                 evaluation_is_due = self.is_due(self.config.train.eval_every)
                 save_is_due = evaluation_is_due or self.is_due(self.config.checkpoint.every_steps)
                 log_is_due = save_is_due or self.is_due(self.config.train.log_every)
-                # If a rank hangs, this times out and tells which one, before log() waits for it.
+                # If a rank hangs, this times out and names it, before log() waits for it.
                 stopped = self.stop_signal.agreed(must_check=log_is_due)
                 if log_is_due or stopped:
                     self.log()
