@@ -52,6 +52,10 @@ def be_killed(project: Path) -> str:
     return report(project, code=1)
 
 
+def debug_in_detail(project: Path) -> str:
+    return report(project, code=1, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+
+
 def have_unused_parameters(project: Path) -> str:
     edit(project, {NORM: NORM[1] + "        self.unused = nn.Linear(1, 1)\n"})
     return report(project, code=2).replace("['stem.unused.weight', 'stem.unused.bias']", "['unused.weight']")
@@ -119,7 +123,17 @@ def lack_the_environment(project: Path) -> str:
 
 
 CAUSES = [
-    *(hang, call_another_collective, fail, be_killed, have_unused_parameters, explode, share_a_folder, be_damaged),
+    *(
+        hang,
+        call_another_collective,
+        fail,
+        be_killed,
+        debug_in_detail,
+        have_unused_parameters,
+        explode,
+        share_a_folder,
+        be_damaged,
+    ),
     *(fill_the_disk, hold_a_lambda, hold_a_short_buffer, link_to_nowhere, find_a_port_in_use),
     *(have_an_unreachable_name, change_the_batch, lack_the_environment),
 ]

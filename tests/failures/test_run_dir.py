@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
-import pexpect
 import pytest
 import torch
 from conftest import (
@@ -61,13 +60,10 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
     assert evaluated[0] == evaluated[1] and json.loads(evaluated[0])["step"] == best
 
 
-def test_a_record_has_seconds_and_a_terminal_shows_the_step(bake: Bake) -> None:
+def test_a_record_has_seconds_and_its_line_the_time_left(bake: Bake) -> None:
     project = bake()
-    words = [*SMALL, "--train.log_every", "4", "--run.dir", "run"]
-    command = shlex.join([str(project / "scripts" / "launch.sh"), *words])
-    out = pexpect.run(command, cwd=str(project), env=os.environ | {"NPROC": "2"}, timeout=120, encoding="utf-8")
-    assert "\r\x1b[Kstep 3/8\r\x1b[Kstep 4/8\r\x1b[Ktrain  step 4/8  loss " in out, out
-    assert re.search(r"step 4/8 .* 0:00:\d\d left\r\n", out) and "\x1b" not in launch(project, *words).stdout
+    out = launch(project, *SMALL, "--train.log_every", "4", "--run.dir", "run").stdout
+    assert re.search(r"step 4/8 .* 0:00:\d\d left\n", out), out
     for record in read_records(project / "run", "train"):
         assert 0 < record["seconds_per_step"] < 10 and 0 < record["data_share"] < 1
 
@@ -90,7 +86,7 @@ def test_a_full_disk_costs_no_checkpoint_that_was_complete(bake: Bake, paralleli
     *first, last = err.splitlines()
     assert all("disk full?" in line for line in (*first, last)) and "the run continues" not in last, err
     assert len(first) == (1 if words else 0) and all("the run continues" in line for line in first), err
-    assert [name for name in names(project) if not name.endswith(".dcp.tmp")] == before  # The next start removes it.
+    assert names(project) == before
     train(project, *words)
     assert read_losses(project / "run")[:4] == losses and len(read_losses(project / "run")) == STEPS
 
@@ -405,3 +401,90 @@ def test_an_estimate_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: s
         rows = [line.split() for line in out.splitlines() if line.startswith("rank")]
         weights.append(min(float(row[2]) for row in rows))
     assert weights[1] < 0.75 * weights[0]
+
+
+def test_a_rank_0_that_is_stopped_while_others_wait_for_it_is_named(bake: Bake, tmp_path: Path) -> None:
+    project = bake()
+    stops = change_saves(tmp_path, [], "os.kill(os.getpid(), 19)")  # SIGSTOP, in the last save, which all wait for.
+    words = ["--distributed.timeout_seconds", "6", "--train.log_every", "8"]
+    start = time.monotonic()
+    err = train(project, *words, code=1, STOP_SECONDS="3", **stops)
+    assert "no report from rank(s) 0" in err and time.monotonic() - start < 60, err
+
+
+def test_a_file_system_that_syncs_no_folder_will_do(bake: Bake, tmp_path: Path) -> None:
+    """As CIFS and WSL's DrvFs refuse it."""
+    project = bake()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, stat\n"
+        "fsync = os.fsync\n"
+        "def refusing(descriptor):\n"
+        "    if stat.S_ISDIR(os.fstat(descriptor).st_mode):\n"
+        "        raise OSError(22, 'Invalid argument')\n"
+        "    fsync(descriptor)\n"
+        "os.fsync = refusing\n"
+    )
+    assert not train(project, PYTHONPATH=str(tmp_path)) and names(project)
+
+
+ODD = {
+    "pipe": lambda folder: os.mkfifo(folder / "step-00000099.pt"),
+    "device": lambda folder: os.symlink("/dev/zero", folder / "step-00000099.pt"),
+    "folder": lambda folder: (folder / "step-00000099.pt").mkdir(),
+    "file": lambda folder: (folder / "step-00000099.dcp").write_text("x"),
+    "digits": lambda folder: (folder / "step-0000009\N{ARABIC-INDIC DIGIT NINE}.pt").write_text("x"),
+}
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_named_like_a_checkpoint_ends_no_run(bake: Bake, parallelism: str, odd: str) -> None:
+    project = bake(parallelism=parallelism)
+    train(project, "--train.max_steps", "4")
+    ODD[odd](project / "run" / "checkpoints")
+    err = train(project)
+    assert err.count("\n") == (odd in ("folder", "file")) == err.count("is now step-00000099"), err
+    assert len(read_losses(project / "run")) == STEPS
+
+
+def test_a_best_that_is_no_file_of_the_run_shows_nothing(bake: Bake) -> None:
+    project = bake()
+    train(project)
+    best = project / "run" / "checkpoints" / "best"
+    for odd in (lambda: best.symlink_to("/etc/passwd"), lambda: os.mkfifo(best)):
+        best.unlink()
+        odd()
+        err = launch(project, "evaluate", "--checkpoint", "run", code=2).stderr
+        assert err == "error: --checkpoint is run, neither a checkpoint nor a run.dir with a best one\n"
+
+
+def test_the_best_checkpoint_stays_if_its_record_is_lost(bake: Bake) -> None:
+    project = bake()
+    words = ["--train.eval_every", "1", "--checkpoint.keep", "1", "--train.max_steps"]
+    train(project, *words, "3", "--optim.warmup_steps", "0")
+    best = (project / "run" / "checkpoints" / "best").read_text()
+    (project / "run" / "metrics.jsonl").unlink()
+    train(project, *words, "8", "--optim.lr", "1e-9")
+    assert (project / "run" / "checkpoints" / best).exists()
+
+
+def test_the_best_checkpoint_of_a_run_can_be_read_while_it_trains(bake: Bake) -> None:
+    project = bake()
+    words = ["--train.eval_every", "1", "--checkpoint.keep", "1", "--train.epochs", "500", "--train.max_steps", "20000"]
+    with started(project / "scripts/launch.sh", *SMALL, *words, "--run.dir", "run", cwd=project, NPROC="1"):
+        wait_until(lambda: len(read_records(project / "run", "eval")) > 1, "the run evaluates")
+        for number in range(3):
+            launch(project, "export", "--checkpoint", "run", "--output", f"{number}.safetensors")
+            launch(project, "evaluate", "--checkpoint", "run", "--distributed.device", "cpu", nproc=1)
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_a_resumed_run_keeps_no_checkpoint_mapped(bake: Bake, parallelism: str) -> None:
+    """Otherwise, the space of a checkpoint that is removed would not be free."""
+    project = bake(parallelism=parallelism)
+    train(project, "--train.max_steps", "4")
+    begins = ("train.py", "        self.evaluate_if_missing()\n")
+    shown = "        print(sum('.pt' in line for line in open('/proc/self/maps')), 'mapped', flush=True)\n"
+    edit(project, {begins: shown + begins[1]})
+    out = launch(project, *SMALL, "--run.dir", "run").stdout
+    assert re.findall(r"\d+ mapped", out) == ["0 mapped"] * 2, out

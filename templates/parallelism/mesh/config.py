@@ -34,6 +34,5 @@ class ParallelConfig:
         # A GradScaler finds overflows in the gradients of its own rank, which differ between ranks.
         if config.train.precision == "fp16":
             raise UserError(
-                "train.precision is fp16, "
-                "whose scaler would skip steps on some ranks alone; give bf16"
+                "train.precision is fp16, whose scaler would skip steps on single ranks; give bf16"
             )

@@ -69,9 +69,11 @@ class Parallel:
         )
         # Each forward reads this. The argument has another name since PyTorch 2.13.
         ddp.broadcast_buffers = False  # That would keep rank 0's alone: see average_buffers().
+        # Sums may be on several devices, and complex: only what is real has a backward.
+        total = sum(weight.sum().abs().to(self.device) for weight in self.module.parameters())
         # DDP calls whatever is its module now, and the model itself would need a batch.
-        ddp.module = ParameterSum()
-        ddp(self.module, self.device).backward()
+        ddp.module = nn.Identity()
+        ddp(total).backward()
         ddp.module = self.module
         self.module.zero_grad()
         return ddp
@@ -165,17 +167,6 @@ def place(block: nn.Module, device: torch.device) -> None:
 
     block.to(device)
     block.register_forward_pre_hook(move_inputs)
-
-
-class ParameterSum(nn.Module):
-    """Adds up a model's parameters; backward gives each one that is trained a gradient."""
-
-    def forward(self, model: nn.Module, device: torch.device) -> Tensor:
-        total = torch.zeros((), device=device)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                total = total + parameter.sum().to(device)  # Some models use several devices.
-        return total
 
 
 def refuse_shared(block: nn.Module) -> None:

@@ -15,8 +15,7 @@ def shard_layers(block: nn.Module, tensor_mesh: DeviceMesh) -> None:
         if is_dropout and len(plan) > 1:
             raise UserError("nn.Dropout drops the same places of all shards; use F.dropout outside")
     names = {name for name, _ in block.named_parameters()}
-    # All ranks have drawn the same weights, so each keeps its shard, and nothing is sent.
-    parallelize_module(block, tensor_mesh, plan, src_data_rank=None)
+    parallelize_module(block, tensor_mesh, plan, src_data_rank=None)  # Ranks drew equal weights.
     # Of a shared parameter, the first name is listed. The other appears if the first is replaced.
     for name, _ in block.named_parameters():
         if name not in names:

@@ -4,6 +4,7 @@ import json
 import os
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from . import checkpoint, files
 from .config import Config, UserError
-from .distributed import FILE_TIMEOUT, Process, seed_everything
+from .distributed import Process, seed_everything
 from .files import Content
 from .model import build_model
 
@@ -29,7 +30,7 @@ class Checkpointer(checkpoint.Checkpointer):
         super().__init__(config, process)
         if config.checkpoint.format == "sharded":
             # In the loop's groups, collectives of the threads would mix with others, and time out.
-            self.group = dist.new_group(backend="gloo", timeout=FILE_TIMEOUT)
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
         self.stager: DefaultStager | None = None
 
     @staticmethod
@@ -39,7 +40,7 @@ class Checkpointer(checkpoint.Checkpointer):
             return files.read(path)
         try:
             return read_header(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             reason = "a part of it is damaged or missing"
         except OSError:
             raise  # The files may be intact: they must not be set aside as damaged.
@@ -86,6 +87,9 @@ class Checkpointer(checkpoint.Checkpointer):
             if self.process.rank == 0:
                 weights = build_model(self.config.model).state_dict()
             parallel.load_full_state_dict(weights, None, {})
+        trains = any(group["params"] for group in optimizer.param_groups)
+        if True not in self.process.all_gather(trains):  # Some ranks may train nothing.
+            raise UserError("all parameters are frozen; leave some for the loss to change")
         return super().restore(parallel, optimizer, set_sizes)
 
     def begin_save(self, progress: dict[str, int]) -> Content:
@@ -119,7 +123,7 @@ class Checkpointer(checkpoint.Checkpointer):
                     problem = f"a sharded checkpoint holds tensors alone, and {name} is none"
                     raise UserError(f"{problem}; set checkpoint.format to full")
         shards = self.stager.stage(state)
-        # `with writer` would wait for this thread, whose collective never ends if a rank failed.
+        # A failed run waits for process.writer. The collective of this thread would never end then.
         writer = ThreadPoolExecutor(max_workers=1)
         self.pending = writer.submit(self.write_shards, shards, header, path)
         return path
@@ -134,6 +138,8 @@ class Checkpointer(checkpoint.Checkpointer):
         except (Exception, dcp.CheckpointException) as error:
             # CheckpointException is no Exception; the errors of the ranks are in its last lines.
             reason = str(error).splitlines()[-1]
+            if self.process.rank == 0 and temporary.exists():
+                files.remove(temporary)
             raise UserError(f"{path} was not written; disk full? {reason}") from None
         if self.process.rank == 0:
             files.write_atomically(temporary / "header.json", header)

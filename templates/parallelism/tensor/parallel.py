@@ -207,8 +207,7 @@ class Parallel:
 
     def check_copies(self) -> None:
         """Reject parameters outside plan.py whose copies on the tensor ranks have drifted apart."""
-        # A copy that is used on a shard of the features gets the gradient of that shard alone, and
-        # without train.exact, the ranks may round their gradients in other ways.
+        # A copy that is used on a shard of the features gets the gradient of that shard alone.
         norms = dict[tuple[int, str], float]()
         for name, parameter in self.module.named_parameters():
             if not is_sharded_by_plan(parameter):

@@ -22,8 +22,7 @@ def generate(options: Any, config: Config, given: set[str], process: Process) ->
 
         tokenizer = Tokenizer.from_file(tokenizer_path)
         tokens = tokenizer.encode(options.prompt, add_special_tokens=False).ids
-    # A model continues at least one token: without a prompt, the newline of texts in bytes.
-    tokens = tokens or [10]
+    tokens = tokens or [10]  # Without a prompt, a text in bytes begins with a newline.
     generator = torch.Generator().manual_seed(config.run.seed)
     for _ in range(options.length):
         window = tokens[-config.model.context :]

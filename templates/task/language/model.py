@@ -88,8 +88,7 @@ def build_model(
     config: ModelConfig, wrap: Callable[[nn.Module], nn.Module] = lambda block: block
 ) -> nn.Sequential:
     """Build the model on the CPU. Strategies compile, shard or drop each new block in ``wrap``."""
-    # Names of blocks begin the names of parameters in checkpoints.
-    blocks = OrderedDict[str, nn.Module]()
+    blocks = OrderedDict[str, nn.Module]()  # Names of blocks begin names of parameters.
     blocks["embedding"] = wrap(Embedding(config.vocabulary, config.width, config.context))
     for number in range(config.layers):
         blocks[f"block{number}"] = wrap(Block(config.width, config.heads))

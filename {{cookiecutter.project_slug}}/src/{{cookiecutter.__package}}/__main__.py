@@ -146,14 +146,15 @@ def check_mapping(node: yaml.Node, location: str) -> None:
 def find_checkpoint(path: str) -> str:
     """Return the path of a checkpoint: of a run.dir, its best one."""
     best_file = Path(path, "checkpoints", "best")
-    if best_file.exists():
-        path = str(best_file.with_name(best_file.read_text()))
+    checkpoint = path
+    if best_file.is_file():
+        checkpoint = str(best_file.parent / best_file.read_text()[:99])  # A link leads to any text.
     # A sharded checkpoint is a folder, as torch.distributed.checkpoint writes it.
-    if not Path(path).is_file() and not Path(path, ".metadata").is_file():
+    if not Path(checkpoint).is_file() and not Path(checkpoint, ".metadata").is_file():
         raise UserError(
             f"--checkpoint is {path}, neither a checkpoint nor a run.dir with a best one"
         )
-    return path
+    return checkpoint
 
 
 def check_writable(run_dir: str) -> None:
@@ -162,22 +163,17 @@ def check_writable(run_dir: str) -> None:
         return  # Only rank 0 creates run.dir, and other machines may not see it yet.
     if run_dir.startswith("~"):
         raise UserError(f"run.dir is {run_dir}; write $HOME instead of ~, or a whole path")
-    # The run creates what is missing, inside the nearest folder that exists.
-    folder = Path(run_dir).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(
-            f"run.dir is {run_dir}, but {folder} is no folder to write to; give another run.dir"
-        )
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir cannot be created ({error}); give another") from None
 
 
 def check(subcommand: str, config: Config, options: Namespace) -> None:
     """Find the checkpoint, and reject what cannot work, before PyTorch is imported."""
     if subcommand in CHECKPOINT_COMMANDS:
-        options.checkpoint = find_checkpoint(str(options.checkpoint))  # A section names none.
-    if subcommand == "train":
-        check_writable(config.run.dir)
+        options.checkpoint = str(options.checkpoint)  # A section of settings names no file.
+        find_checkpoint(options.checkpoint)
     #:: if fact("shards") ::#
     if subcommand == "estimate":
         config.check(options.ranks, trains=True)
@@ -188,6 +184,8 @@ def check(subcommand: str, config: Config, options: Namespace) -> None:
         world_size = os.environ.get("WORLD_SIZE", "")
         num_ranks = int(world_size) if world_size.isdigit() else 1
         config.check(num_ranks, trains=subcommand == "train")
+    if subcommand == "train":
+        check_writable(config.run.dir)
 
 
 def run(subcommand: str, config: Config, options: Namespace, given: set[str]) -> None:
@@ -196,7 +194,7 @@ def run(subcommand: str, config: Config, options: Namespace, given: set[str]) ->
     if subcommand == "export":
         from .checkpoint import export
 
-        export(Path(options.checkpoint), Path(options.output))
+        export(Path(find_checkpoint(options.checkpoint)), Path(options.output))
     elif subcommand == "plot":
         from .plot import plot
 
@@ -231,6 +229,9 @@ def run_together(subcommand: str, config: Config, options: Namespace, given: set
     stopped = False
     try:
         setup(config, process)
+        if subcommand in CHECKPOINT_COMMANDS:
+            # A run that is training may have another best checkpoint by now.
+            options.checkpoint = find_checkpoint(options.checkpoint)
         if subcommand == "train":
             stopped = Trainer(config, process).run()
         #:: if file("task", "generate.py") ::#

@@ -6,7 +6,7 @@ Every step seeds its own random numbers: no random state is saved."""
 
 import json
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from logging import getLogger
@@ -51,8 +51,6 @@ class Checkpointer:
         self.process = process
         self.folder = Path(config.run.dir) / "checkpoints"
         self.initial_content = read_on_main(self.read_initial_content, process)
-        # A thread writes while training continues; `with writer` waits for it even after a failure.
-        self.writer = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
 
     def read_initial_content(self) -> Content:
@@ -93,10 +91,7 @@ class Checkpointer:
         self.trained_parameters = set[Tensor]()
         for group in optimizer.param_groups:
             self.trained_parameters.update(group["params"])
-        # Some ranks may train nothing, if all of their parameters are frozen.
-        if not any(self.process.all_gather(len(self.trained_parameters))):
-            raise UserError("all parameters are frozen; leave some for the loss to change")
-        self.settings = asdict(self.config)
+        self.settings = json.loads(json.dumps(asdict(self.config)))  # Tuples become lists.
         self.settings["content"] = {"number of samples": set_sizes}
         for setting, path in self.config.files().items():
             # A file of the same name may have another content when the run resumes.
@@ -155,14 +150,12 @@ class Checkpointer:
         content = self.begin_save(progress) | self.parallel.full_state_dict(self.optimizer)
         if self.process.rank != 0:
             return path
-        # The thread writes copies, because the next step changes the tensors.
-        self.pending = self.writer.submit(self.write, content, path)
+        self.pending = self.process.writer.submit(self.write, content, path)
         return path
 
     def begin_save(self, progress: dict[str, int]) -> Content:
         """Wait, check the weights, average buffers, and return what is equal on all ranks."""
         self.wait_for_writers()
-        self.report_failed_save()
         for name, parameter in self.parallel.module.named_parameters():
             if parameter.requires_grad and parameter not in self.trained_parameters:
                 # A resumed run would not train it, because it builds its optimizer at the start.
@@ -195,28 +188,22 @@ class Checkpointer:
         if files.list_checkpoints(self.folder) == [path]:
             files.read(path)
 
-    def report_failed_save(self, raises: bool = False) -> None:
-        """Print or raise once why the last checkpoint could not be written; never waits for it."""
-        if self.pending is None or not self.pending.done():
-            return
-        error = self.pending.exception()
-        self.pending = None
-        if error is not None and raises:
-            raise error
-        if error is not None and self.process.rank == 0:
-            getLogger(__name__).error(f"error: {error}; the run continues and saves again when due")
-
-    def wait_for_writers(self) -> None:
-        """Wait until neither rank 0 nor this rank writes; errors of writers are left for later."""
+    def wait_for_writers(self, raises: bool = False) -> None:
+        """Wait until neither rank 0 nor this rank writes; print or raise why a write failed."""
 
         def wait_for_thread() -> None:
             if self.pending is not None:
                 self.pending.exception()  # This waits, and raises nothing.
 
-        # All ranks wait for rank 0 at the store, whose timeout is hours: a collective would time
-        # out while rank 0 still writes. In a sharded save, each rank has a thread that writes.
+        # A collective would time out while rank 0 writes. In a sharded save, each rank writes.
         self.process.on_main(wait_for_thread)
         wait_for_thread()
+        error = self.pending and self.pending.exception()
+        self.pending = None
+        if error and raises:
+            raise error
+        if error and self.process.rank == 0:
+            getLogger(__name__).error(f"error: {error}; the run continues and saves again when due")
 
     def prune(self, best_first: list[int]) -> None:
         """Let rank 0 remove all checkpoints but the newest ``checkpoint.keep`` and the best."""
@@ -225,13 +212,19 @@ class Checkpointer:
         checkpoints = files.list_checkpoints(self.folder)
         kept = set(checkpoints[-self.config.checkpoint.keep :])
         paths = {path.stem: path for path in checkpoints}
-        for step in best_first:
-            # A checkpoint that could not be written is missing; then, the next best is kept.
-            best = paths.get(f"step-{step:08d}")
-            if best is not None:
-                files.write_atomically(self.folder / "best", best.name)
-                kept.add(best)
-                break
+        names = [f"step-{step:08d}" for step in best_first]
+        # A checkpoint that could not be written is missing; then, the next best is kept.
+        saved = [paths[name] for name in names if name in paths]
+        best_file = self.folder / "best"
+        if best_file.is_file():
+            # Another process may read the previous best now. One whose record is lost stays best.
+            previous = self.folder / best_file.read_text()
+            kept.add(previous)
+            if previous in checkpoints and previous.stem not in names:
+                saved.insert(0, previous)
+        if saved:
+            files.write_atomically(best_file, saved[0].name)
+            kept.add(saved[0])
         for path in checkpoints:
             if path not in kept:
                 files.remove(path)
@@ -252,8 +245,10 @@ def load_parameter_state(optimizer: Optimizer, parameter: Tensor, state: Content
     # Steps are counted on the CPU, unless one of these options says that the device does.
     device_counts = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     for key, value in state.items():
-        if isinstance(value, Tensor) and (key != "step" or device_counts):
-            value = value.to(parameter.device)
+        if isinstance(value, Tensor):
+            moves = key != "step" or device_counts
+            # Without a copy, the checkpoint's file would stay mapped.
+            value = value.to(parameter.device if moves else "cpu", copy=True)
         optimizer.state[parameter][key] = value
 
 
@@ -262,7 +257,8 @@ def export(path: Path, output: Path) -> None:
     weights = {}
     for name, value in files.read_weights(path).items():
         # The format rejects tensors that are not contiguous, or share memory, as tied ones do.
-        weights[name] = value.clone(memory_format=torch.contiguous_format)
+        if isinstance(value, Tensor):  # A module's extra state may be anything.
+            weights[name] = value.clone(memory_format=torch.contiguous_format)
     metadata = {"config": json.dumps(files.read(path).get("config"))}
     content = safetensors.torch.save(weights, metadata)
     files.write_atomically(output, lambda file: file.write(content))

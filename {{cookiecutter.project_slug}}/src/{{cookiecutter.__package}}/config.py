@@ -57,7 +57,7 @@ class OptimConfig:
     """Number of steps over which the learning rate rises from zero to its peak."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices and kernels; biases and norms have none."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    betas: Annotated[tuple[float, float], 0, 0.99999] = (0.9, 0.99)
     """Decay rates of AdamW's first and second moment estimates."""
     eps: float = 1e-8
     """Term that AdamW adds to the denominator for numerical stability."""
@@ -162,10 +162,6 @@ class Config:
         for name, path in paths.items():
             if not Path(path).exists():
                 raise UserError(f"{name} is {path}: no such file")
-        if len(self.optim.betas) != 2 or not all(0 <= beta < 1 for beta in self.optim.betas):
-            raise UserError(
-                f"optim.betas is {self.optim.betas}; give two numbers from 0 to below 1"
-            )
         for settings in vars(self).values():
             if hasattr(settings, "check"):
                 settings.check(self, world_size)
@@ -180,14 +176,14 @@ class Config:
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
-    """Reject an empty text, and a number outside of the bounds of its type."""
+    """Reject an empty text, and numbers outside of the bounds of their type."""
     if value == "":
         raise UserError(f"{name} is {value!r}; give a text")
-    if type(value) not in (int, float):  # Not isinstance(): a bool is an int, too.
-        return
     bounds = (0, 1e300)
     for part in (hint, *get_args(hint)):
         bounds = getattr(part, "__metadata__", bounds)  # PositiveInt | None has two parts.
     low, high = bounds
-    if not low <= value <= high:  # NaN is rejected too: every comparison with it is false.
-        raise UserError(f"{name} is {value!r}; give a number from {low:g} to {high:g}")
+    for number in value if isinstance(value, tuple) else [value]:
+        # Not isinstance(): a bool is an int, too. NaN is rejected: no comparison with it is true.
+        if type(number) in (int, float) and not low <= number <= high:
+            raise UserError(f"{name} is {number!r}; give a number from {low:g} to {high:g}")

@@ -10,9 +10,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NoReturn
 
@@ -25,7 +27,7 @@ from .config import Config, UserError
 
 CPU = torch.device("cpu")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-FILE_TIMEOUT = timedelta(hours=2)  # How long ranks wait for rank 0 to read or write a file.
+FILE_SECONDS = 7200  # How long ranks wait for rank 0 to read or write a file.
 CHECK_SECONDS = 2.5  # How often ranks ask for stop signals.
 
 
@@ -39,32 +41,48 @@ class Process:
     device: torch.device = CPU
     cpu_group: Any = None  # A gloo group of all ranks, whose messages do not wait for the device.
     num_calls: int = 0  # The number of calls of on_main, the same on all ranks.
+    # A thread writes checkpoints while training continues. A failed run waits for it, too.
+    writer: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, max_workers=1))
 
     def on_main(self, action: Callable[[], Any]) -> Any:
         """Read or write files on rank 0; all ranks get the result, by JSON, or an error."""
         self.num_calls += 1
-        key = f"main{self.num_calls}"
-        if self.rank == 0:
-            try:
-                answer = json.dumps({"result": action()})
-            except Exception as error:
-                # All ranks have to end, whatever the error is; one that nobody expects is a bug.
-                if not isinstance(error, UserError | OSError):
-                    traceback.print_exc()
-                answer = json.dumps({"error": str(error)})
-            self.store.set(key, answer)
-        # Ranks wait in the store: the timeout of a collective is too short for large files.
-        self.store.wait([key], FILE_TIMEOUT)
-        answer = json.loads(self.store.get(key))
-        if "error" in answer:
-            raise UserError(answer["error"])
-        return answer["result"]
+        answer = ""
+        pending = ThreadPoolExecutor(1).submit(answer_with, action) if self.rank == 0 else None
+        # The timeout of a collective is too short for large files. So rank 0 sets a key of the
+        # store every second, which is empty until it has the answer: if none comes, it is stopped.
+        for second in range(FILE_SECONDS):
+            key = f"main{self.num_calls}/{second}"
+            if pending:
+                with suppress(TimeoutError):
+                    answer = pending.result(1)
+                self.store.set(key, answer)
+            answer = self.store.get(key).decode()  # This waits.
+            if answer:
+                break
+        if not answer:
+            raise UserError(f"rank 0 has read or written for {FILE_SECONDS} s; is the disk alive?")
+        content = json.loads(answer)
+        if "error" in content:
+            raise UserError(content["error"])
+        return content["result"]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
         values = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
+
+
+def answer_with(action: Callable[[], Any]) -> str:
+    """Return what an action returns, or why it fails, as JSON."""
+    try:
+        return json.dumps({"result": action()})
+    except Exception as error:
+        # All ranks have to end, whatever the error is; one that nobody expects is a bug.
+        if not isinstance(error, UserError | OSError):
+            traceback.print_exc()
+        return json.dumps({"error": str(error)})
 
 
 def rendezvous(config: Config) -> Process:
@@ -107,8 +125,6 @@ def setup(config: Config, process: Process) -> None:
     backend: str = config.distributed.backend
     if backend == "auto":
         backend = dist.get_default_backend_for_device(process.device)
-    elif backend == "nccl" and process.device.type != "cuda":
-        raise UserError("distributed.backend is nccl, but there are no GPUs to use; set it to auto")
     choose_algorithms(config.train.exact)
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
     # NCCL ends a process that waits too long, before Python can print anything. So the gloo group,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import Config, UserError
-from .distributed import Process
+from .distributed import Process, seed_everything
 from .experiment import load_experiment
 from .loader import build_loader, to_device
 from .parallel import Parallel
@@ -57,7 +57,8 @@ class Evaluator:
     def measure(self) -> Metrics:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
-        for batch in self.loader:
+        for number, batch in enumerate(self.loader):
+            seed_everything(number, self.parallel.device)  # Whatever a loader has drawn.
             inputs, targets = to_device(batch, self.parallel.device)
             inputs, targets = self.task.prepare(inputs, targets)
             outputs = self.parallel.predict(inputs)
@@ -107,8 +108,7 @@ class Evaluator:
 
 def evaluate(options: Any, config: Config, given: set[str], process: Process) -> None:
     """Evaluate a checkpoint on ``options.split``, and print its metrics as one line of JSON."""
-    path = options.checkpoint
-    task, parallel, datasets, step = load_experiment(path, config, given, process)
+    task, parallel, datasets, step = load_experiment(options.checkpoint, config, given, process)
     dataset = datasets[1 if options.split == "validation" else 2]
     metrics = Evaluator(task, parallel, dataset, config)(process)
     if process.rank == 0:

@@ -1,6 +1,5 @@
 """The experiment: task, model and data sets, built by the seed or by a checkpoint's settings."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +60,14 @@ def load_experiment(path: str, config: Config, given: set[str], process: Process
     content = read_on_main(lambda: Parallel.checkpointer.read(Path(path)), process)
     if "config" not in content:
         raise UserError(f"{path} is no checkpoint of a run: it has no settings")
-    apply_saved_settings(config, content["config"], given, warns=process.rank == 0)
+    apply_saved_settings(config, content["config"], given)
     config.check(process.world_size, trains=False)
     task, parallel, datasets = build_experiment(config, process)
     Parallel.checkpointer.load(parallel, content)
     return task, parallel, datasets, content["progress"]["step"]
 
 
-def apply_saved_settings(config: Config, saved: Any, given: set[str], warns: bool) -> None:
+def apply_saved_settings(config: Config, saved: Any, given: set[str]) -> None:
     """Take model, dataset, seed and precision from a checkpoint, unless they are ``given``."""
     for section, settings in vars(config).items():
         for name, saved_value in saved.get(section, {}).items():
@@ -78,7 +77,3 @@ def apply_saved_settings(config: Config, saved: Any, given: set[str], warns: boo
                 continue
             if section not in given and f"{section}.{name}" not in given:
                 setattr(settings, name, saved_value)
-                continue
-            value = getattr(settings, name)
-            if warns and value != saved_value:
-                print(f"{section}.{name}: {value} instead of {saved_value}", file=sys.stderr)

@@ -26,6 +26,12 @@ MISTAKE_PHRASES = (
     "non-contiguous parameters",  # A parameter with strides of its own cannot be sharded.
     "uneven sharding on dim",  # A parameter's width does not divide into as many shards.
     "have NCCL",  # This build of PyTorch has no such backend.
+    "no GPUs found",  # NCCL needs one.
+    " sparse ",  # DDP takes no sparse parameters, and its first backward makes dense gradients.
+    "'closure'",  # An optimizer, such as LBFGS, wants to call the model itself.
+    "require placement changes",  # An optimizer, such as Adafactor, cannot update shards.
+    "distribute leaf tensors",  # A layer in plan.py computes its weight, as under weight_norm.
+    "non-empty tensor",  # A parameter without numbers cannot be sharded.
 )
 REPORT_SECONDS = 3.0  # Ranks whose wait times out do so within this time of each other.
 
@@ -57,6 +63,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
                 print("error:", describe(error).partition("UserError: ")[2][:2000], file=sys.stderr)
             else:
                 traceback.print_exception(error)
+    process.writer.shutdown()
     exit_now(2 if "failed with UserError" in reason else 1)
 
 

@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -80,6 +81,8 @@ def read(path: Path) -> Content:
     except CheckpointException:
         # CheckpointException is a BaseException, so `except Exception` would not catch it.
         reason = "a part of it is damaged or missing"
+    except zipfile.BadZipFile:
+        reason = "it is no zip archive; if PyTorch before 1.6 wrote it, load and save it again"
     except Exception as error:
         reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0]
         reason = reason or type(error).__name__
@@ -98,10 +101,11 @@ def read_weights(path: Path) -> Content:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first: files (.pt) and sharded ones (.dcp)."""
-    pattern = re.compile(r"step-\d{8,}\.(pt|dcp)")
+    pattern = re.compile(r"step-[0-9]{8,}\.(pt|dcp)")
     checkpoints = []
     for path in folder.glob("step-*"):
-        if pattern.fullmatch(path.name):
+        # A pipe, or a link to a device, would never end.
+        if pattern.fullmatch(path.name) and (path.is_file() or path.is_dir()):
             checkpoints.append(path)
     # The names have the order of the steps only as long as these are below 100,000,000.
     return sorted(checkpoints, key=lambda path: int(path.stem.removeprefix("step-")))
@@ -132,7 +136,8 @@ def write_atomically(path: Path, content: str | Callable[[BinaryIO], object]) ->
         raise UserError(f"{path} could not be written; is the disk full? {error}") from None
     # A name is data of its folder: the new name survives a crash once the folder is synced, too.
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
+    with suppress(OSError):  # Some network file systems sync files alone.
+        os.fsync(folder)
     os.close(folder)
 
 

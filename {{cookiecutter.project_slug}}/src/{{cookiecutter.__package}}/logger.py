@@ -23,7 +23,6 @@ from .tracker import Tracker
 #:: endif ::#
 
 Record = dict[str, Any]  # A line of metrics.jsonl: {"event": "train", "step": 10, ...}.
-ERASE_LINE = "\r\x1b[K"  # A terminal moves to the start of its line and erases the line.
 
 
 class Logger:
@@ -38,8 +37,6 @@ class Logger:
         self.evaluations: dict[int, Record] = {}  # The key is the evaluated step.
         if not self.is_main:
             return
-        # Python sets sys.stdout to None if the process was started without one.
-        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
         self.run_dir = Path(config.run.dir)
         settings = asdict(config)
         write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
@@ -91,15 +88,13 @@ class Logger:
             line += f"  {timedelta(seconds=round(seconds_left))} left"
         return line
 
-    def print(self, text: str, end: str = "\n") -> None:
-        """Print one line on rank 0; if its ``end`` is empty, a terminal shows it until the next."""
-        if not self.is_main or (not end and not self.is_terminal):
+    def print(self, text: str) -> None:
+        """Print one line on rank 0."""
+        if not self.is_main:
             return
-        if self.is_terminal:
-            text = ERASE_LINE + text
         # The reader of a pipe, such as `head`, may be gone. The run continues: the file has it all.
         with suppress(OSError):
-            print(text, end=end, flush=True)
+            print(text, flush=True)
 
     def best_steps(self, task: Any) -> list[int]:
         """Return the evaluated steps, sorted by ``Task.best_metric`` with the best step first."""

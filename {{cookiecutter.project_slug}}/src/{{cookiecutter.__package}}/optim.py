@@ -23,8 +23,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     groups: list[dict[str, Any]] = []
     for (weight_decay, _), parameters in members.items():
         groups.append({"params": parameters, "weight_decay": weight_decay})
-    betas = (config.betas[0], config.betas[1])
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
@@ -43,5 +42,5 @@ def set_learning_rate(
     """Set the learning rate of a step; a group that was built with its own ``lr`` keeps a share."""
     share_of_peak = learning_rate(step, total_steps, config) / config.lr
     for group in optimizer.param_groups:
-        peak = group.setdefault("initial_lr", group["lr"])
+        peak = group.setdefault("initial_lr", float(group["lr"]))  # Some optimizers have tensors.
         group["lr"] = share_of_peak * peak

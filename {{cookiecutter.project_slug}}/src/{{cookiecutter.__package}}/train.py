@@ -40,6 +40,7 @@ class Trainer:
             train_set, self.sampler, local_batch_size, config, process.device
         )
         self.losses = MeanLosses(self.task, process, local_batch_size)
+        self.task_state = repr(vars(self.task))
         self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
         # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
@@ -56,7 +57,7 @@ class Trainer:
         stopped = False
         self.start_period()
         step_end = time.perf_counter()
-        with self.checkpointer.writer, profile_steps(self.config, self.process) as profiler:
+        with profile_steps(self.config, self.process) as profiler:
             for batch in self.batches():
                 self.data_seconds += time.perf_counter() - step_end
                 # Nothing else refers to the copy on the device: its memory is free after the step.
@@ -64,7 +65,6 @@ class Trainer:
                 self.step += 1
                 if profiler:
                     profiler.step()
-                self.logger.print(f"step {self.step}/{self.total_steps}", end="")
                 evaluation_is_due = self.is_due(self.config.train.eval_every)
                 save_is_due = evaluation_is_due or self.is_due(self.config.checkpoint.every_steps)
                 log_is_due = save_is_due or self.is_due(self.config.train.log_every)
@@ -85,8 +85,7 @@ class Trainer:
                     self.start_period()
                 step_end = time.perf_counter()
         # The last checkpoint may still have been written when the loop called prune().
-        self.checkpointer.wait_for_writers()
-        self.checkpointer.report_failed_save(raises=True)
+        self.checkpointer.wait_for_writers(raises=True)
         self.checkpointer.prune(self.logger.best_steps(self.task))
         if stopped:
             self.logger.print(f"stopped after step {self.step}; the same command resumes it")
@@ -180,7 +179,6 @@ class Trainer:
             speed["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
         speed |= self.task.throughput(samples_per_second)
         self.logger.log(position, means, speed)
-        self.checkpointer.report_failed_save()
 
     def check_finite(self, steps: list[Step]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
@@ -199,6 +197,8 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint, and print how long the copy took; a thread writes it."""
+        if repr(vars(self.task)) != self.task_state:
+            raise UserError("Task changes in training; let buffers of the model hold its state")
         start = time.perf_counter()
         epoch, consumed_samples = self.sampler.position(self.step)
         progress = {"step": self.step, "epoch": epoch, "samples": consumed_samples}
@@ -220,10 +220,5 @@ class Trainer:
         stance = "force_eager" if self.config.train.compile else "default"
         with torch.compiler.set_stance(stance):
             metrics = self.evaluator(self.process)
-        position = {
-            "event": "eval",
-            "step": self.step,
-            "split": "validation",
-            "num_samples": self.evaluator.num_samples,
-        }
-        self.logger.log(position, metrics)
+        position = {"event": "eval", "step": self.step, "split": "validation"}
+        self.logger.log(position, {"num_samples": self.evaluator.num_samples}, metrics)
