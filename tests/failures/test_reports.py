@@ -1369,3 +1369,19 @@ def test_what_an_evaluation_draws_depends_on_no_loader_process(bake: Bake) -> No
     for workers in "012":
         launch(project, *SMALL, "--data.num_workers", workers, "--run.dir", f"run{workers}")
     assert len({read_records(project / f"run{workers}", "eval")[-1]["loss"] for workers in "012"}) == 1
+
+
+HOOKED = {
+    "hook": "self.linear.weight.register_hook(lambda gradient: gradient * 2)",
+    "later hook": "self.linear.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.zero_())",
+    "attribute": "self.linear.weight.lr_scale = 2.0",
+}
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "tensor", "pipeline", "mesh"])
+@pytest.mark.parametrize("hung", HOOKED)
+def test_what_hangs_on_a_parameter_is_refused_under_shards(bake: Bake, parallelism: str, hung: str) -> None:
+    project = bake(parallelism=parallelism)
+    edit(project, add(HEAD, f"        {HOOKED[hung]}\n"))
+    assert "head.linear.weight has a hook or attribute" in refuse(project)
+    assert not read_records(project / "run", "train")

@@ -380,7 +380,35 @@ FAULTS = {
         REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[fsdp-words3-1-the loss does not "
         "depend on ['head.]",
     ),
+    "shards lose the hook of a parameter": Fault(
+        PARALLEL + "shared/sharded.py",
+        "refuse_hooks",
+        "if parameter.requires_grad",
+        "if parameter.is_meta",
+        REPORTS + "test_what_hangs_on_a_parameter_is_refused_under_shards[hook-fsdp]",
+    ),
+    "a resumed run loses what a task keeps": Fault(
+        SRC + "train.py",
+        "Trainer.save",
+        "!= self.task_state",
+        "!= repr(vars(self.task))",
+        REPORTS + "test_what_a_task_keeps_from_step_to_step_is_refused_at_the_first_save[0]",
+    ),
+    "the best checkpoint is removed with its record": Fault(
+        SRC + "checkpoint.py",
+        "Checkpointer.prune",
+        "not in names",
+        "in names",
+        "tests/failures/test_run_dir.py::test_the_best_checkpoint_stays_if_its_record_is_lost",
+    ),
     # Evaluation
+    "an evaluation draws as its loaders have": Fault(
+        SRC + "evaluate.py",
+        "Evaluator.measure",
+        "seed_everything(number, self.parallel.device)",
+        "len(collected)",
+        REPORTS + "test_what_an_evaluation_draws_depends_on_no_loader_process",
+    ),
     "the last samples are lost on uneven ranks": Fault(
         SRC + "evaluate.py",
         "Evaluator.__init__",

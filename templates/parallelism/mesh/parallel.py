@@ -48,8 +48,7 @@ class Parallel:
         self.device = process.device
         self.layout = config.parallel
         self.microbatches = config.train.microbatches
-        # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)  # fp16 is refused.
         # Ranks share a cache of compiled code, but their shards differ: a tag keeps the code apart.
         torch.compiler.config.cache_key_tag = str(process.rank)
         mesh = self.build_mesh()
@@ -74,8 +73,7 @@ class Parallel:
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         self.pipeline_group = mesh.get_group("pipeline")
         self.tensor_mesh = mesh["tensor"]
-        # All ranks of a stage, tensor ranks too: their statistics are equal, and so are averages.
-        self.dp_group, _ = dist.new_subgroups(self.ranks_per_stage)
+        self.dp_group, _ = dist.new_subgroups(self.ranks_per_stage)  # Tensor ranks have equal data.
         if layout.replicas > 1:
             return mesh["replicate", "shard"]
         # FSDP would all-reduce gradients over the dimension of replicas, even with only one.
@@ -133,7 +131,6 @@ class Parallel:
         torch.manual_seed(torch.initial_seed() + self.stage_index)
         self.mean_loss = mean_loss
         self.remaining_targets = [targets for _, targets in microbatches]
-        # Inputs and targets may be nested, so a schedule gets the numbers of micro-batches.
         numbers = torch.arange(self.microbatches, device=self.device)
         arguments = list[Tensor]()
         if self.stage_index == 0:
@@ -156,7 +153,6 @@ class Parallel:
         )
         # 1F1B keeps the activations of fewer micro-batches, but needs at least one per stage.
         schedule: Any = Schedule1F1B if self.microbatches >= num_stages else ScheduleGPipe
-        # The losses are parts of the mean already: the schedule need not scale gradients.
         return schedule(stage, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
 
     def compute_loss(self, *_: Tensor) -> Tensor:
@@ -196,10 +192,9 @@ class Parallel:
                 counted_shards.append(gradient.to_local())
         # The norm of no gradients would be on the CPU.
         local_norm = nn.utils.get_total_norm(counted_shards).to(self.device)
-        # An all-reduce may add in any order; gathered norms give the same bits on all ranks.
+        # An all-reduce may add in any order. Replicas have equal gradients, and all are in the sum.
         norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
         dist.all_gather(norms, local_norm)
-        # Replicas have equal gradients, and each replica's squares are in the sum.
         total_norm = torch.stack(norms).norm() / math.sqrt(self.layout.replicas)
         # PyTorch's clip_grads_with_norm_ fails, because plan.py puts gradients on several meshes.
         scale = (max_norm / (total_norm + 1e-6)).clamp(max=1)

@@ -155,7 +155,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
 
 
 def sum_by_kind(parallel: Parallel, optimizer: Optimizer, tracker: MemoryTracker) -> list[int]:
-    """Return the bytes of weights, gradients and optimizer state, of all else, and the peak."""
+    """Return the bytes of weights, gradients, optimizer state and all else, and the peak."""
     parameters = list(parallel.module.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = tree_leaves(list(optimizer.state.values()))
@@ -170,7 +170,6 @@ def sum_by_kind(parallel: Parallel, optimizer: Optimizer, tracker: MemoryTracker
                 total += storage.nbytes()
                 counted.add(ref(storage))
         totals.append(total)
-    # Whatever else is in use at the peak counts as activations, gathered weights included.
     at_peak = tracker.sizes_at_peak.items()
     activations = sum(size for reference, size in at_peak if reference not in counted)
     return [*totals, activations, tracker.peak]

@@ -80,13 +80,16 @@ class Checkpointer(checkpoint.Checkpointer):
 
     def restore(self, parallel: Any, optimizer: Optimizer, set_sizes: Any) -> tuple[int, list[str]]:
         """Give a new run the weights of a whole model, and do what every strategy does."""
-        if "progress" not in self.initial_content and self.config.model.weights is None:
+        if "progress" not in self.initial_content:
             # What build_model draws after wrap(), it draws shard by shard; a whole model is right.
             seed_everything(self.config.run.seed)
             weights: Content = {}
             if self.process.rank == 0:
-                weights = build_model(self.config.model).state_dict()
-            parallel.load_full_state_dict(weights, None, {})
+                model = build_model(self.config.model)
+                refuse_hooks(model)
+                weights = model.state_dict()
+            if self.config.model.weights is None:
+                parallel.load_full_state_dict(weights, None, {})
         trains = any(group["params"] for group in optimizer.param_groups)
         if True not in self.process.all_gather(trains):  # Some ranks may train nothing.
             raise UserError("all parameters are frozen; leave some for the loss to change")
@@ -144,6 +147,18 @@ class Checkpointer(checkpoint.Checkpointer):
         if self.process.rank == 0:
             files.write_atomically(temporary / "header.json", header)
             os.replace(temporary, path)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Reject what hangs on a parameter, and would not hang on its shards."""
+    for name, parameter in model.named_parameters():
+        for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+            if parameter.requires_grad:
+                handle: Any = register(print)  # It refers to all hooks of its kind.
+                handle.remove()
+                attributes = [word for word in vars(parameter) if word[0] != "_"]
+                if handle.hooks_dict_ref() or attributes:
+                    raise UserError(f"{name} has a hook or attribute, which shards lose; take ddp")
 
 
 def read_header(path: Path) -> Content:

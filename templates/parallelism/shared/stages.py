@@ -21,15 +21,14 @@ getLogger("torch.distributed.pipelining.schedules").disabled = True
 
 # What each stage receives, by its index, and what the last one returns, by the number of stages.
 Shapes = dict[int, Tensor]
-# The number of a micro-batch has this shape and type. "meta" tensors have no values.
-NUMBER = torch.empty(1, dtype=torch.int64, device="meta")
+NUMBER = torch.empty(1, dtype=torch.int64, device="meta")  # Like the number of a micro-batch.
 
 
 class Stage(nn.Module):
     """Consecutive blocks as a schedule runs them: one tensor comes in, and one goes out.
 
-    As the model's inputs and outputs may be nested, the first stage gets a number instead, and
-    takes ``remaining_inputs``; the last returns a number, and leaves its ``outputs`` for the loss.
+    The model's inputs and outputs may be nested. So a schedule gets numbers of micro-batches: the
+    first stage takes ``remaining_inputs``, the last leaves its ``outputs`` for the loss.
     """
 
     def __init__(self, blocks: nn.Sequential, is_last: bool) -> None:
@@ -53,8 +52,7 @@ class Stage(nn.Module):
 class Outline:
     """The model without values: which stage has which block, and what the stages send each other.
 
-    Every rank has to know the shapes that it receives, but has only the blocks of its own stages.
-    So it builds the model again on the device "meta", where tensors have no values and no memory.
+    A rank has to know the shapes that it receives, but has only its own blocks.
     """
 
     def __init__(self, config: ModelConfig, num_stages: int, dtype: torch.dtype) -> None:

@@ -12,8 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from .config import Config, DatasetConfig, UserError
 
-# The loader turns a list of samples into a batch by this function: a pair (inputs, targets).
-collate_fn = default_collate
+collate_fn = default_collate  # It makes a batch of a list of samples: a pair (inputs, targets).
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):

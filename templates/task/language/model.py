@@ -51,8 +51,7 @@ class Block(nn.Module):
         """Attend in each head: (batch, time, heads * 3 * head_width) to (batch, time, width)."""
         # The number of heads (-1) is not `heads` where a rank has only a shard of them.
         by_head = qkv.unflatten(2, (-1, 3, self.head_width))
-        # Attention takes tensors of shape (batch, heads, time, head_width).
-        queries, keys, values = by_head.permute(3, 0, 2, 1, 4).unbind()
+        queries, keys, values = by_head.permute(3, 0, 2, 1, 4).unbind()  # (batch, heads, time, -1)
         attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return attended.transpose(1, 2).flatten(2)
 

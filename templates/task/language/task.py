@@ -19,8 +19,7 @@ PEAKS = {"NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA
 class Task:
     """The losses and metrics of the experiment; each rank builds one, and so do the tests."""
 
-    # The best checkpoint is chosen by this metric of the validation set.
-    best_metric = "bits_per_byte"
+    best_metric = "bits_per_byte"  # The best checkpoint is chosen by this metric, of validation.
     higher_is_better = False
 
     def __init__(self, config: Config, device: torch.device) -> None:

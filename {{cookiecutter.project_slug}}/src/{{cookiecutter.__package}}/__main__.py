@@ -85,8 +85,7 @@ def build_settings_parser(config_files: list[str], skip: set[str] | None = None)
 
 def add_checkpoint(command: ArgumentParser) -> None:
     """Add ``--checkpoint PATH`` to a subcommand."""
-    # A file of settings may hold the section of this name, which these commands do not use.
-    either = str | CheckpointConfig
+    either = str | CheckpointConfig  # A file of settings may hold the section of this name.
     command.add_argument("--checkpoint", type=either, required=True, help="A checkpoint.")
 
 
@@ -230,8 +229,7 @@ def run_together(subcommand: str, config: Config, options: Namespace, given: set
     try:
         setup(config, process)
         if subcommand in CHECKPOINT_COMMANDS:
-            # A run that is training may have another best checkpoint by now.
-            options.checkpoint = find_checkpoint(options.checkpoint)
+            options.checkpoint = find_checkpoint(options.checkpoint)  # It may be another by now.
         if subcommand == "train":
             stopped = Trainer(config, process).run()
         #:: if file("task", "generate.py") ::#
@@ -267,8 +265,7 @@ def main(argv: Sequence[str]) -> None:
             sys.exit(meet())
         #:: endif ::#
     except MISTAKES as error:
-        # jsonargparse and PyYAML break their messages into lines.
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)  # Some have several lines.
         sys.exit(2)
 
 

@@ -105,8 +105,7 @@ def build_loader(
         options |= {
             "num_workers": config.data.num_workers,
             "persistent_workers": True,
-            # A fork of a process with threads, such as gloo's, could deadlock.
-            "multiprocessing_context": "spawn",
+            "multiprocessing_context": "spawn",  # A fork of gloo's threads could deadlock.
             "worker_init_fn": end_without_rank,
         }
     return Loader(Seeded(dataset, config.run.seed), batch_size, **options)
