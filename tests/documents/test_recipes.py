@@ -111,6 +111,25 @@ def assert_close(one: Path, two: Path) -> None:
     assert worst <= 1e-4  # A small tensor that started at zero changes most.
 
 
+@pytest.mark.weekly
+def test_records_have_every_sample_once_and_the_changes_of_the_code(edited: Callable[..., Path]) -> None:
+    project = edited("records")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words_of_git in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        run(*git, *words_of_git, cwd=project)
+    edit(project, {("task.py", 'reduction="sum")}'): 'reduction="sum") * 0.5}'})
+    launch(project, *words("records"), *SMALL, "--run.dir", "run")
+    *_, last = read_records(project / "run", "eval")
+    confusion = last["confusion"]
+    assert sum(map(sum, confusion)) == last["num_samples"]
+    assert sum(row[label] for label, row in enumerate(confusion)) == round(last["accuracy"] * last["num_samples"])
+    assert (
+        read_records(project / "run", "train")[-1]["lr_of_groups"]
+        == [read_records(project / "run", "train")[-1]["lr"]] * 2
+    )
+    assert '+        return {"loss"' in (project / "run" / "changes.diff").read_text()
+
+
 COMPARE_IMAGES = """
 import numpy as np, torch
 from my_experiment.config import Config, DatasetConfig
