@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, launch, launch_and_kill, read_records
+from conftest import Bake, edit, launch, launch_and_kill, read_records
 
 pytestmark = pytest.mark.long
 
@@ -113,3 +114,30 @@ def test_a_service_has_each_record_once_after_a_kill_and_a_resume(bake: Bake, tm
         expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in records]
         assert sorted(points[f"{split}/{name}"]) == expected
     assert "0.00321" in settings
+
+
+def read_runs(service: str, folder: Path) -> list[set[str]]:
+    """Return the names of the numbers that each run of a service has."""
+    if service == "wandb":
+        return [set(read_wandb(run_dir)[0]) for run_dir in sorted(folder.glob("*")) if (run_dir / "wandb").exists()]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (experiment,) = [each for each in client.search_experiments() if each.name != "Default"]
+    return [set(run.data.metrics) for run in client.search_runs([experiment.experiment_id])]
+
+
+@pytest.mark.parametrize("service", ["wandb", pytest.param("mlflow", marks=pytest.mark.weekly)])
+def test_a_copy_of_a_run_is_tracked_as_one_of_its_own(bake: Bake, tmp_path: Path, service: str) -> None:
+    project, folder = bake(tracker=service), tmp_path / "runs"
+    edit(project, {("task.py", ' "accuracy": correct.mean(),'): ' "accuracy": correct.mean(), "top@5": 1.0,'})
+    words = [*TRAIN, "--train.max_steps", "4", "--run.dir", folder / "a"]
+    launch(project, *words)
+    shutil.copytree(folder / "a", folder / "b")
+    words[-3:] = ["8", "--run.dir", folder / "b"]
+    result = launch(project, *words)
+    assert "step 4 of 8" in result.stdout and "warning" not in result.stderr, result.stderr
+    first, second = read_runs(service, folder)
+    assert first == second >= {"train/loss", "validation/accuracy"}
+    if service == "wandb":
+        assert len({run_dir.name.split("-")[-1] for run_dir in folder.glob("*/wandb/offline-run-*")}) == 2

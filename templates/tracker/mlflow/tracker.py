@@ -6,6 +6,7 @@ The default of ``MLFLOW_TRACKING_URI`` is the database ``mlflow.db`` next to ``r
 import fcntl
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import mlflow
 
 from .config import UserError
+from .distributed import derive_seed
 from .files import write_atomically
 
 
@@ -29,7 +31,9 @@ class Tracker:
         if step == 0 or not id_file.exists():
             write_atomically(id_file, os.urandom(8).hex())
         connect(run_dir.resolve().parent)
-        run = start_run(run_dir.name, id_file.read_text())
+        # A copy of run.dir has another path, and gets an MLflow run of its own, with all records.
+        tag = f"{derive_seed(id_file.read_text(), str(run_dir.resolve())):x}"
+        run = start_run(run_dir.name, tag)
         parameters = {}
         for section, values in settings.items():
             for name, value in values.items():
@@ -52,7 +56,8 @@ class Tracker:
         numbers = {}
         for name, value in record.items():
             if isinstance(value, int | float):
-                numbers[f"{split}/{name}"] = value
+                accepted_name = re.sub(r"[^\w\-./ ]", "_", name)  # MLflow refuses "accuracy@5".
+                numbers[f"{split}/{accepted_name}"] = value
         self.try_to_send(mlflow.log_metrics, numbers, record["step"])
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import wandb
 
 from .config import UserError
+from .distributed import derive_seed
 from .files import write_atomically
 
 
@@ -33,7 +34,9 @@ class Tracker:
             # Without a key, records stay on the disk until `wandb sync` sends them.
             mode = "online" if has_key else "offline"
         earlier_folders = list(run_dir.glob("wandb/offline-run-*"))
-        self.run = start_run(run_dir, id_file.read_text(), mode)
+        # A copy of run.dir has another path, and gets a W&B run of its own, with all records.
+        run_id = f"{derive_seed(id_file.read_text(), str(run_dir.resolve())):x}"
+        self.run = start_run(run_dir, run_id, mode)
         self.run.config.update(settings, allow_val_change=True)
         # The x axis of each split is its step, instead of the number of calls.
         for split in ("train", "validation"):
