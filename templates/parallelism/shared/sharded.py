@@ -158,7 +158,7 @@ def refuse_hooks(model: nn.Module) -> None:
                 handle.remove()
                 attributes = [word for word in vars(parameter) if word[0] != "_"]
                 if handle.hooks_dict_ref() or attributes:
-                    raise UserError(f"{name} has a hook or attribute, which shards lose; take ddp")
+                    raise UserError(f"{name} has a hook or attribute, which shards would lose")
 
 
 def read_header(path: Path) -> Content:

@@ -56,7 +56,7 @@ class Tracker:
         numbers = {}
         for name, value in record.items():
             if isinstance(value, int | float):
-                accepted_name = re.sub(r"[^\w\-./ ]", "_", name)  # MLflow refuses "accuracy@5".
+                accepted_name = re.sub(r"[^\w\-./ ]", "_", name)  # MLflow refuses "top@5".
                 numbers[f"{split}/{accepted_name}"] = value
         self.try_to_send(mlflow.log_metrics, numbers, record["step"])
 

@@ -162,10 +162,11 @@ def check_writable(run_dir: str) -> None:
         return  # Only rank 0 creates run.dir, and other machines may not see it yet.
     if run_dir.startswith("~"):
         raise UserError(f"run.dir is {run_dir}; write $HOME instead of ~, or a whole path")
-    try:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run.dir cannot be created ({error}); give another") from None
+    folder = Path(run_dir)
+    while not folder.exists():
+        folder = folder.parent  # The run creates what is missing.
+    if not os.access(f"{folder}/.", os.W_OK):
+        raise UserError(f"run.dir is {run_dir}, but {folder} is no folder to write to")
 
 
 def check(subcommand: str, config: Config, options: Namespace) -> None:

@@ -221,7 +221,7 @@ class Checkpointer:
             previous = self.folder / best_file.read_text()
             kept.add(previous)
             if previous in checkpoints and previous.stem not in names:
-                saved.insert(0, previous)
+                saved = [previous]
         if saved:
             files.write_atomically(best_file, saved[0].name)
             kept.add(saved[0])

@@ -27,7 +27,6 @@ from .config import Config, UserError
 
 CPU = torch.device("cpu")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-FILE_SECONDS = 7200  # How long ranks wait for rank 0 to read or write a file.
 CHECK_SECONDS = 2.5  # How often ranks ask for stop signals.
 
 
@@ -51,7 +50,7 @@ class Process:
         pending = ThreadPoolExecutor(1).submit(answer_with, action) if self.rank == 0 else None
         # The timeout of a collective is too short for large files. So rank 0 sets a key of the
         # store every second, which is empty until it has the answer: if none comes, it is stopped.
-        for second in range(FILE_SECONDS):
+        for second in range(7200):
             key = f"main{self.num_calls}/{second}"
             if pending:
                 with suppress(TimeoutError):
@@ -61,7 +60,7 @@ class Process:
             if answer:
                 break
         if not answer:
-            raise UserError(f"rank 0 has read or written for {FILE_SECONDS} s; is the disk alive?")
+            raise UserError("rank 0 has read or written for two hours; is the disk alive?")
         content = json.loads(answer)
         if "error" in content:
             raise UserError(content["error"])

@@ -27,10 +27,10 @@ MISTAKE_PHRASES = (
     "uneven sharding on dim",  # A parameter's width does not divide into as many shards.
     "have NCCL",  # This build of PyTorch has no such backend.
     "no GPUs found",  # NCCL needs one.
-    " sparse ",  # DDP takes no sparse parameters, and its first backward makes dense gradients.
+    " sparse ",  # Gradients are averaged as dense tensors.
     "'closure'",  # An optimizer, such as LBFGS, wants to call the model itself.
     "require placement changes",  # An optimizer, such as Adafactor, cannot update shards.
-    "distribute leaf tensors",  # A layer in plan.py computes its weight, as under weight_norm.
+    "distribute leaf tensors",  # A layer computes its weight, as under weight_norm.
     "non-empty tensor",  # A parameter without numbers cannot be sharded.
 )
 REPORT_SECONDS = 3.0  # Ranks whose wait times out do so within this time of each other.
