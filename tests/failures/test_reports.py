@@ -1355,7 +1355,7 @@ CENTER = {("task.py", '        return {"loss": F'): '        self.calls.add_(1)\
     "changes",
     [COUNTER | add(TASK, "        self.calls = 0\n"), CENTER | add(TASK, "        self.calls = torch.zeros(9)\n")],
 )
-def test_what_a_task_keeps_from_step_to_step_is_refused_at_the_first_save(bake: Bake, changes: Changes) -> None:
+def test_what_a_task_keeps_from_step_to_step_is_refused_at_the_second_record(bake: Bake, changes: Changes) -> None:
     project = bake()
     edit(project, changes)
     assert "Task changes in training" in refuse(project)

@@ -389,10 +389,10 @@ FAULTS = {
     ),
     "a resumed run loses what a task keeps": Fault(
         SRC + "train.py",
-        "Trainer.save",
-        "!= self.task_state",
-        "!= repr(vars(self.task))",
-        REPORTS + "test_what_a_task_keeps_from_step_to_step_is_refused_at_the_first_save[0]",
+        "Trainer.log",
+        'not in ("", task_state)',
+        'in ("task_state",)',
+        REPORTS + "test_what_a_task_keeps_from_step_to_step_is_refused_at_the_second_record[0]",
     ),
     "the best checkpoint is removed with its record": Fault(
         SRC + "checkpoint.py",
@@ -405,8 +405,8 @@ FAULTS = {
     "an evaluation draws as its loaders have": Fault(
         SRC + "evaluate.py",
         "Evaluator.measure",
-        "seed_everything(number, self.parallel.device)",
-        "len(collected)",
+        "seed_everything(...)\n            inputs",
+        "inputs",
         REPORTS + "test_what_an_evaluation_draws_depends_on_no_loader_process",
     ),
     "the last samples are lost on uneven ranks": Fault(
@@ -539,7 +539,7 @@ FAULTS = {
     "a sharded checkpoint lacks the optimizer's state": Fault(
         PARALLEL + "shared/sharded.py",
         "Checkpointer.load",
-        "parameters[name], state)",
+        "parameters[name], states.pop(name))",
         "parameters[name], {})",
         RUN_DIR + "test_a_sharded_run_that_is_killed_resumes_bitwise[fsdp]",
     ),

@@ -58,7 +58,11 @@ class Parallel:
         # Each forward reads this. The argument has another name since PyTorch 2.13.
         ddp.broadcast_buffers = False  # That would keep rank 0's alone: see average_buffers().
         # Sums may be on several devices, and complex: only what is real has a backward.
-        total = sum(weight.sum().abs().to(self.device) for weight in self.module.parameters())
+        total = sum(
+            weight.sum().abs().to(self.device)
+            for weight in self.module.parameters()
+            if weight.requires_grad
+        )
         # DDP calls whatever is its module now, and the model itself would need a batch.
         ddp.module = nn.Identity()
         ddp(total).backward()

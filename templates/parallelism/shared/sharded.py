@@ -75,17 +75,18 @@ class Checkpointer(checkpoint.Checkpointer):
         except dcp.CheckpointException as error:
             reason = str(error).splitlines()[-1]
             raise UserError(f"{path} cannot be loaded: {reason}") from None
-        for name, state in states.items():  # The weights are in place by now.
-            checkpoint.load_parameter_state(optimizer, parameters[name], state)
+        for name in list(states):  # The weights are in place by now.
+            checkpoint.load_parameter_state(optimizer, parameters[name], states.pop(name))
 
     def restore(self, parallel: Any, optimizer: Optimizer, set_sizes: Any) -> tuple[int, list[str]]:
         """Give a new run the weights of a whole model, and do what every strategy does."""
         if "progress" not in self.initial_content:
             # What build_model draws after wrap(), it draws shard by shard; a whole model is right.
             seed_everything(self.config.run.seed)
-            weights: Content = {}
+            weights = Content()
             if self.process.rank == 0:
-                model = build_model(self.config.model)
+                with torch.device("cpu" if self.config.model.weights is None else "meta"):
+                    model = build_model(self.config.model)
                 refuse_hooks(model)
                 weights = model.state_dict()
             if self.config.model.weights is None:
@@ -138,21 +139,24 @@ class Checkpointer(checkpoint.Checkpointer):
             # The shards are on the CPU already; the default copies ahead from a GPU, and waits.
             writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
             dcp.save(shards, storage_writer=writer, process_group=self.group)
+            if self.process.rank == 0:
+                files.write_atomically(temporary / "header.json", header)
+                os.replace(temporary, path)
         except (Exception, dcp.CheckpointException) as error:
             # CheckpointException is no Exception; the errors of the ranks are in its last lines.
             reason = str(error).splitlines()[-1]
             if self.process.rank == 0 and temporary.exists():
                 files.remove(temporary)
             raise UserError(f"{path} was not written; disk full? {reason}") from None
-        if self.process.rank == 0:
-            files.write_atomically(temporary / "header.json", header)
-            os.replace(temporary, path)
 
 
 def refuse_hooks(model: nn.Module) -> None:
     """Reject what hangs on a parameter, and would not hang on its shards."""
     for name, parameter in model.named_parameters():
-        for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+        for register in (
+            parameter.register_hook,
+            parameter.register_post_accumulate_grad_hook,
+        ):
             if parameter.requires_grad:
                 handle: Any = register(print)  # It refers to all hooks of its kind.
                 handle.remove()

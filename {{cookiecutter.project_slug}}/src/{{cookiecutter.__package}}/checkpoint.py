@@ -91,7 +91,7 @@ class Checkpointer:
         self.trained_parameters = set[Tensor]()
         for group in optimizer.param_groups:
             self.trained_parameters.update(group["params"])
-        self.settings = json.loads(json.dumps(asdict(self.config)))  # Tuples become lists.
+        self.settings = asdict(self.config)
         self.settings["content"] = {"number of samples": set_sizes}
         for setting, path in self.config.files().items():
             # A file of the same name may have another content when the run resumes.
@@ -135,8 +135,8 @@ class Checkpointer:
                 name = {"content": f"the {key}", "code": key}.get(section, f"{section}.{key}")
                 # An older checkpoint lacks newer settings, whose defaults then held.
                 default = defaults.get(section, {}).get(key)
-                saved_value = saved_settings.get(section, {}).get(key, default)
-                if value == saved_value or name in ignored:
+                saved_value = saved_settings.get(section, {}).get(key, default)  # JSON has lists.
+                if json.dumps(value) == json.dumps(saved_value) or name in ignored:
                     continue
                 if section in fixed_sections or name in fixed_settings:
                     problem = f"{name} is {value}, and {saved_value} in the checkpoint"
@@ -247,8 +247,7 @@ def load_parameter_state(optimizer: Optimizer, parameter: Tensor, state: Content
     for key, value in state.items():
         if isinstance(value, Tensor):
             moves = key != "step" or device_counts
-            # Without a copy, the checkpoint's file would stay mapped.
-            value = value.to(parameter.device if moves else "cpu", copy=True)
+            value = value.to(parameter.device if moves else "cpu", copy=True)  # Not the file's.
         optimizer.state[parameter][key] = value
 
 

@@ -48,8 +48,7 @@ class Process:
         self.num_calls += 1
         answer = ""
         pending = ThreadPoolExecutor(1).submit(answer_with, action) if self.rank == 0 else None
-        # The timeout of a collective is too short for large files. So rank 0 sets a key of the
-        # store every second, which is empty until it has the answer: if none comes, it is stopped.
+        # Large files take long: rank 0 sets a key each second, empty until it has the answer.
         for second in range(7200):
             key = f"main{self.num_calls}/{second}"
             if pending:
@@ -101,8 +100,7 @@ def rendezvous(config: Config) -> Process:
         meeting = dist.rendezvous(init_method, rank, world_size, timeout=timeout)
         store, rank, world_size = next(meeting)
     except (KeyError, ValueError, dist.DistError) as error:
-        variables = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        raise UserError(f"the other ranks are not at {variables}: {error}") from None
+        raise UserError(f"RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is wrong: {error}") from None
     # Ranks that torchrun starts again get the same store. A prefix hides the keys of before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Process(dist.PrefixStore(attempt, store), rank, world_size)
@@ -157,8 +155,7 @@ def choose_device(config: Config) -> torch.device:
             raise UserError("gloo sends no tensors of an accelerator; add --distributed.device cpu")
         first_device %= num_devices  # Ranks may share a device under gloo. NCCL refuses that.
     elif first_device + devices_per_rank > num_devices:
-        reason = f"{num_devices} device(s) are too few"
-        raise UserError(f"{reason}; lower NPROC, or add --distributed.device cpu")
+        raise UserError(f"{num_devices} device(s) are too few; lower NPROC, or take the CPU")
     device = torch.device(accelerator.type, first_device)
     # Otherwise, every rank would open a context on the first device, which takes memory there.
     torch.accelerator.set_device_index(device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import Config, UserError
-from .distributed import Process, seed_everything
+from .distributed import Process, derive_seed, seed_everything
 from .experiment import load_experiment
 from .loader import build_loader, to_device
 from .parallel import Parallel
@@ -57,8 +57,8 @@ class Evaluator:
     def measure(self) -> Metrics:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
-        for number, batch in enumerate(self.loader):
-            seed_everything(number, self.parallel.device)  # Whatever a loader has drawn.
+        for number, batch in enumerate(self.loader):  # Loaders draw, too: so all is seeded anew.
+            seed_everything(derive_seed(number, self.parallel.dp_rank), self.parallel.device)
             inputs, targets = to_device(batch, self.parallel.device)
             inputs, targets = self.task.prepare(inputs, targets)
             outputs = self.parallel.predict(inputs)
@@ -113,4 +113,4 @@ def evaluate(options: Any, config: Config, given: set[str], process: Process) ->
     metrics = Evaluator(task, parallel, dataset, config)(process)
     if process.rank == 0:
         head = {"event": "eval", "step": step, "split": options.split, "num_samples": len(dataset)}
-        print(json.dumps(dict(**head, **metrics)))
+        print(json.dumps(head | metrics))

@@ -27,7 +27,8 @@ MISTAKE_PHRASES = (
     "uneven sharding on dim",  # A parameter's width does not divide into as many shards.
     "have NCCL",  # This build of PyTorch has no such backend.
     "no GPUs found",  # NCCL needs one.
-    " sparse ",  # Gradients are averaged as dense tensors.
+    "sparse tensors",  # Only dense tensors are averaged.
+    "have sparse gradient",
     "'closure'",  # An optimizer, such as LBFGS, wants to call the model itself.
     "require placement changes",  # An optimizer, such as Adafactor, cannot update shards.
     "distribute leaf tensors",  # A layer computes its weight, as under weight_norm.
@@ -42,7 +43,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     error = find_dead_loader(error, process)
     message = str(error)
-    if any(phrase in message for phrase in MISTAKE_PHRASES):
+    if "Traceback" not in message and any(phrase in message for phrase in MISTAKE_PHRASES):
         error = UserError(message)
     waited = is_about_another_rank(error)
     report = report_silent_ranks if waited else report_failure

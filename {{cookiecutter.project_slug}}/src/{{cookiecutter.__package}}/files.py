@@ -100,11 +100,10 @@ def read_weights(path: Path) -> Content:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, oldest first: files (.pt) and sharded ones (.dcp)."""
+    """Return a folder's checkpoints, files (.pt) and folders (.dcp) but no pipes, oldest first."""
     pattern = re.compile(r"step-[0-9]{8,}\.(pt|dcp)")
     checkpoints = []
     for path in folder.glob("step-*"):
-        # A pipe, or a link to a device, would never end.
         if pattern.fullmatch(path.name) and (path.is_file() or path.is_dir()):
             checkpoints.append(path)
     # The names have the order of the steps only as long as these are below 100,000,000.
@@ -164,8 +163,7 @@ def lock_run_dir(run_dir: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        advice = "wait for it, or give another run.dir"
-        raise UserError(f"{run_dir} is in use by another run; {advice}") from None
+        raise UserError(f"{run_dir} is in use by another run; give another run.dir") from None
     except OSError as error:
         # Some network file systems have no locks. The run continues without this protection.
         problem = f"{run_dir} cannot be locked ({error.strerror})"

@@ -121,8 +121,7 @@ def end_without_rank(_: int) -> None:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch of any nesting with its tensors on ``device``; the copies do not block."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        kind = type(batch).__name__
-        raise UserError(f"a batch is a pair (inputs, targets), not a {kind}: change dataset.py")
+        raise UserError(f"a batch is a pair (inputs, targets), not a {type(batch).__name__}")
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 

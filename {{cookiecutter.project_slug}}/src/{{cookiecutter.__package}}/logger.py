@@ -63,8 +63,7 @@ class Logger:
         for part in parts:
             repeated = sorted(record.keys() & part.keys())
             if repeated:
-                reason = f"a record has two numbers of one name, {repeated[0]}"
-                raise UserError(f"{reason}; rename the one in task.py")
+                raise UserError(f"two numbers of one name, {repeated[0]}; rename that of task.py")
             record.update(part)
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")

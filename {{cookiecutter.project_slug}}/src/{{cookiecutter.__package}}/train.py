@@ -40,7 +40,7 @@ class Trainer:
             train_set, self.sampler, local_batch_size, config, process.device
         )
         self.losses = MeanLosses(self.task, process, local_batch_size)
-        self.task_state = repr(vars(self.task))
+        self.task_state = ""
         self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
         # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
@@ -179,6 +179,11 @@ class Trainer:
             speed["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
         speed |= self.task.throughput(samples_per_second)
         self.logger.log(position, means, speed)
+        # What the first steps have set may stay. A resumed run would lose what goes on changing.
+        task_state = repr(vars(self.task))
+        if self.task_state not in ("", task_state):
+            raise UserError("Task changes in training; let buffers of the model hold its state")
+        self.task_state = task_state
 
     def check_finite(self, steps: list[Step]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
@@ -197,8 +202,6 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint, and print how long the copy took; a thread writes it."""
-        if repr(vars(self.task)) != self.task_state:
-            raise UserError("Task changes in training; let buffers of the model hold its state")
         start = time.perf_counter()
         epoch, consumed_samples = self.sampler.position(self.step)
         progress = {"step": self.step, "epoch": epoch, "samples": consumed_samples}
