@@ -449,7 +449,7 @@ def test_losses_are_averaged_by_name(bake: Bake) -> None:
 @pytest.mark.parametrize(
     ("losses", "named"),
     [
-        ('{"loss": squares} | ({"other": squares} if self.calls > 1 else {})', "Task.losses returns ['loss', 'other']"),
+        ('{"loss": squares} | ({"other": squares} if F.calls > 1 else {})', "Task.losses returns ['loss', 'other']"),
         (f'{{"loss": squares}} | ({{"other": squares}} if {RANK} else {{}})', "Task.losses returns ['loss"),
         ('{"nll": squares}', "Task.losses returns ['nll']"),
         ("{}", "Task.losses returns {}"),
