@@ -392,7 +392,7 @@ FAULTS = {
         "Trainer.log",
         'not in ("", task_state)',
         'in ("task_state",)',
-        REPORTS + "test_what_a_task_keeps_from_step_to_step_is_refused_at_the_second_record[0]",
+        REPORTS + "test_what_a_task_keeps_from_step_to_step_is_refused_at_the_second_record[changes0]",
     ),
     "the best checkpoint is removed with its record": Fault(
         SRC + "checkpoint.py",
