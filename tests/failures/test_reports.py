@@ -1220,7 +1220,7 @@ def test_what_hangs_on_a_whole_model_that_has_stages_is_refused(bake: Bake, para
 
 # A layer that one of two micro-batches lacks, the second one or, on rank 1, the first.
 SOMETIMES = """        features = features.mean(dim=(2, 3))
-        F.calls = getattr(F, "calls", 0) + 1
+        self.calls = getattr(self, "calls", 0) + 1
         uses = not self.training or bool((self.calls + {} * self.rank) % 2)
         {}
         return self.linear(features)
