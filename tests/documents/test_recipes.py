@@ -123,10 +123,8 @@ def test_records_have_every_sample_once_and_the_changes_of_the_code(edited: Call
     confusion = last["confusion"]
     assert sum(map(sum, confusion)) == last["num_samples"]
     assert sum(row[label] for label, row in enumerate(confusion)) == round(last["accuracy"] * last["num_samples"])
-    assert (
-        read_records(project / "run", "train")[-1]["lr_of_groups"]
-        == [read_records(project / "run", "train")[-1]["lr"]] * 2
-    )
+    *_, trained = read_records(project / "run", "train")
+    assert trained["lr_of_groups"] == [trained["lr"]] * 2
     assert '+        return {"loss"' in (project / "run" / "changes.diff").read_text()
 
 

@@ -19,8 +19,7 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.pipeline x tensor x replicas has to divide {world_size} rank(s)"
             )
-        # A model without attention heads has none to divide.
-        heads = getattr(config.model, "heads", self.tensor)
+        heads = getattr(config.model, "heads", self.tensor)  # Some models have none to divide.
         if heads % self.tensor:
             raise UserError(
                 f"model.heads is {heads}, "

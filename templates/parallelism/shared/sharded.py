@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from . import checkpoint, files
 from .config import Config, UserError
-from .distributed import Process, seed_everything
+from .distributed import FILE_SECONDS, Process, seed_everything
 from .files import Content
 from .model import build_model
 
@@ -30,7 +30,7 @@ class Checkpointer(checkpoint.Checkpointer):
         super().__init__(config, process)
         if config.checkpoint.format == "sharded":
             # In the loop's groups, collectives of the threads would mix with others, and time out.
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=FILE_SECONDS))
         self.stager: DefaultStager | None = None
 
     @staticmethod
@@ -153,14 +153,14 @@ class Checkpointer(checkpoint.Checkpointer):
 def refuse_hooks(model: nn.Module) -> None:
     """Reject what hangs on a parameter, and would not hang on its shards."""
     for name, parameter in model.named_parameters():
-        for register in (
-            parameter.register_hook,
-            parameter.register_post_accumulate_grad_hook,
-        ):
-            if parameter.requires_grad:
+        if parameter.requires_grad:
+            attributes = [word for word in vars(parameter) if word[0] != "_"]
+            for register in (
+                parameter.register_hook,
+                parameter.register_post_accumulate_grad_hook,
+            ):
                 handle: Any = register(print)  # It refers to all hooks of its kind.
                 handle.remove()
-                attributes = [word for word in vars(parameter) if word[0] != "_"]
                 if handle.hooks_dict_ref() or attributes:
                     raise UserError(f"{name} has a hook or attribute, which shards would lose")
 

@@ -165,7 +165,7 @@ def check_writable(run_dir: str) -> None:
     folder = Path(run_dir)
     while not folder.exists():
         folder = folder.parent  # The run creates what is missing.
-    if not os.access(f"{folder}/.", os.W_OK):
+    if not os.access(f"{folder}/.", os.W_OK):  # A file has no "/.".
         raise UserError(f"run.dir is {run_dir}, but {folder} is no folder to write to")
 
 

@@ -133,9 +133,9 @@ class Checkpointer:
         for section, settings in self.settings.items():
             for key, value in settings.items():
                 name = {"content": f"the {key}", "code": key}.get(section, f"{section}.{key}")
-                # An older checkpoint lacks newer settings, whose defaults then held.
+                # An older checkpoint lacks newer settings, whose defaults held. JSON has no tuples.
                 default = defaults.get(section, {}).get(key)
-                saved_value = saved_settings.get(section, {}).get(key, default)  # JSON has lists.
+                saved_value = saved_settings.get(section, {}).get(key, default)
                 if json.dumps(value) == json.dumps(saved_value) or name in ignored:
                     continue
                 if section in fixed_sections or name in fixed_settings:
@@ -192,7 +192,7 @@ class Checkpointer:
         """Wait until neither rank 0 nor this rank writes; print or raise why a write failed."""
 
         def wait_for_thread() -> None:
-            if self.pending is not None:
+            if self.pending:
                 self.pending.exception()  # This waits, and raises nothing.
 
         # A collective would time out while rank 0 writes. In a sharded save, each rank writes.

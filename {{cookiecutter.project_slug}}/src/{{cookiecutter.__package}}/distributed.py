@@ -27,6 +27,7 @@ from .config import Config, UserError
 
 CPU = torch.device("cpu")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+FILE_SECONDS = 7200  # How long ranks wait for rank 0 to read or write a file.
 CHECK_SECONDS = 2.5  # How often ranks ask for stop signals.
 
 
@@ -49,7 +50,7 @@ class Process:
         answer = ""
         pending = ThreadPoolExecutor(1).submit(answer_with, action) if self.rank == 0 else None
         # Large files take long: rank 0 sets a key each second, empty until it has the answer.
-        for second in range(7200):
+        for second in range(FILE_SECONDS):
             key = f"main{self.num_calls}/{second}"
             if pending:
                 with suppress(TimeoutError):
@@ -59,7 +60,7 @@ class Process:
             if answer:
                 break
         if not answer:
-            raise UserError("rank 0 has read or written for two hours; is the disk alive?")
+            raise UserError(f"rank 0 has read or written for {FILE_SECONDS} s; is the disk alive?")
         content = json.loads(answer)
         if "error" in content:
             raise UserError(content["error"])
@@ -155,7 +156,7 @@ def choose_device(config: Config) -> torch.device:
             raise UserError("gloo sends no tensors of an accelerator; add --distributed.device cpu")
         first_device %= num_devices  # Ranks may share a device under gloo. NCCL refuses that.
     elif first_device + devices_per_rank > num_devices:
-        raise UserError(f"{num_devices} device(s) are too few; lower NPROC, or take the CPU")
+        raise UserError(f"only {num_devices} devices; lower NPROC, or add --distributed.device cpu")
     device = torch.device(accelerator.type, first_device)
     # Otherwise, every rank would open a context on the first device, which takes memory there.
     torch.accelerator.set_device_index(device)

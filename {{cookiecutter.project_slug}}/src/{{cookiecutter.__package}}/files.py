@@ -163,7 +163,7 @@ def lock_run_dir(run_dir: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise UserError(f"{run_dir} is in use by another run; give another run.dir") from None
+        raise UserError(f"{run_dir} is in use by another run; wait, or give another") from None
     except OSError as error:
         # Some network file systems have no locks. The run continues without this protection.
         problem = f"{run_dir} cannot be locked ({error.strerror})"
