@@ -1206,12 +1206,12 @@ def test_weights_that_are_drawn_after_wrap_are_those_of_one_rank(bake: Bake, par
 
 
 HOOKED = "    model = nn.Sequential(blocks)\n    model.{}\n    return model\n"
-HOOK = "register_forward_hook(lambda model, inputs, outputs: outputs * 2)"
+FORWARD_HOOK = "register_forward_hook(lambda model, inputs, outputs: outputs * 2)"
 BUFFER = "register_buffer('scale', Tensor([2.0]))"
 
 
 @pytest.mark.parametrize("parallelism", ["pipeline", "mesh"])
-@pytest.mark.parametrize("hung", [HOOK, BUFFER])
+@pytest.mark.parametrize("hung", [FORWARD_HOOK, BUFFER])
 def test_what_hangs_on_a_whole_model_that_has_stages_is_refused(bake: Bake, parallelism: str, hung: str) -> None:
     project = bake(parallelism=parallelism)
     edit(project, {BUILD: HOOKED.format(hung)})
@@ -1371,7 +1371,7 @@ def test_what_an_evaluation_draws_depends_on_no_loader_process(bake: Bake) -> No
     assert len({read_records(project / f"run{workers}", "eval")[-1]["loss"] for workers in "012"}) == 1
 
 
-HOOKED = {
+ON_A_PARAMETER = {
     "hook": "self.linear.weight.register_hook(lambda gradient: gradient * 2)",
     "later hook": "self.linear.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.zero_())",
     "attribute": "self.linear.weight.lr_scale = 2.0",
@@ -1379,9 +1379,9 @@ HOOKED = {
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "tensor", "pipeline", "mesh"])
-@pytest.mark.parametrize("hung", HOOKED)
+@pytest.mark.parametrize("hung", ON_A_PARAMETER)
 def test_what_hangs_on_a_parameter_is_refused_under_shards(bake: Bake, parallelism: str, hung: str) -> None:
     project = bake(parallelism=parallelism)
-    edit(project, add(HEAD, f"        {HOOKED[hung]}\n"))
+    edit(project, add(HEAD, f"        {ON_A_PARAMETER[hung]}\n"))
     assert "head.linear.weight has a hook or attribute" in refuse(project)
     assert not read_records(project / "run", "train")
