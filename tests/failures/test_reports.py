@@ -333,8 +333,9 @@ def test_a_parameter_that_works_on_shards_is_in_the_plan_or_refused(bake: Bake, 
     edit(project, PLANNED)
     for nproc in (1, 2):
         launch(project, *SMALL, *(words if nproc > 1 else words[2:]), "--run.dir", f"run{nproc}", nproc=nproc)
-    one, two = (load(project / f"run{nproc}")["model"] for nproc in (1, 2))
-    assert all(torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-6) for name in one)
+    for one, two in zip(*(read_records(project / f"run{nproc}", "train") for nproc in (1, 2)), strict=True):
+        # Not the weights: AdamW makes a whole step of a gradient that is rounding alone.
+        assert [one["loss"], one["grad_norm"]] == pytest.approx([two["loss"], two["grad_norm"]], rel=1e-5)
 
 
 def test_weights_that_a_run_started_from_may_be_gone(bake: Bake) -> None:
