@@ -4,6 +4,7 @@ import json  # witness
 
 import numpy as np
 import torch
+from my_experiment.config import Config, DataConfig  # witness
 from my_experiment.loader import Seeded, TrainSampler  # witness
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -44,9 +45,10 @@ model = nn.Sequential(
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 scheduler = StepLR(optimizer, step_size=1, gamma=0.9)
-sampler = TrainSampler(len(train_set), 0, 1, BATCH, seed=0)  # witness
+config = Config(data=DataConfig(global_batch_size=BATCH))  # witness
+sampler = TrainSampler(len(train_set), range(1), config)  # witness
 # witness, was: loader = DataLoader(train_set, batch_size=BATCH, shuffle=True)
-loader = DataLoader(Seeded(train_set, seed=0), batch_size=BATCH, sampler=sampler)
+loader = DataLoader(Seeded(train_set, seed=0), batch_sampler=sampler)
 torch.save(model.state_dict(), "witness/weights.pt")  # witness
 steps = []  # witness
 for epoch in range(EPOCHS):

@@ -6,6 +6,7 @@ import json  # witness
 import math
 
 import torch
+from my_experiment.config import Config, DataConfig  # witness
 from my_experiment.loader import TrainSampler  # witness
 from torch import nn
 from torch.nn import functional as F
@@ -42,9 +43,9 @@ class Transformer(nn.Module):
         return self.head(self.blocks(self.embedding(x) + self.position.weight[: x.shape[1]]))
 
 
-def get_batch(tokens, starts):
+def get_loss(tokens, starts):
     windows = torch.stack([tokens[start : start + LENGTH + 1] for start in starts])
-    return windows[:, :-1], windows[:, 1:]
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 def factor(step):
@@ -56,7 +57,8 @@ torch.manual_seed(0)
 model = Transformer(len(characters))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 scheduler = LambdaLR(optimizer, factor)
-order = iter(TrainSampler(len(train) - LENGTH, 0, 1, BATCH * ACCUMULATE, seed=0))  # witness
+config = Config(data=DataConfig(global_batch_size=BATCH * ACCUMULATE))  # witness
+order = (key for keys in TrainSampler(len(train) - LENGTH, range(1), config) for key in keys)  # witness
 torch.save(model.state_dict(), "witness/weights.pt")  # witness
 steps = []  # witness
 for _ in range(STEPS):
@@ -64,8 +66,7 @@ for _ in range(STEPS):
     for _ in range(ACCUMULATE):
         # witness, was: starts = torch.randint(len(train) - LENGTH, (BATCH,))
         starts = [next(order)[1] for _ in range(BATCH)]
-        inputs, targets = get_batch(train, starts)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / ACCUMULATE
+        loss = get_loss(train, starts) / ACCUMULATE
         loss.backward()
         total += loss.item()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -74,7 +75,6 @@ for _ in range(STEPS):
     steps.append([total, scheduler.get_last_lr()[0]])  # witness
     scheduler.step()
 with torch.no_grad():
-    inputs, targets = get_batch(validation, range(0, len(validation) - LENGTH, LENGTH))
-    print(f"validation loss {F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()):.3f}")
+    print(f"validation loss {get_loss(validation, range(0, len(validation) - LENGTH, LENGTH)):.3f}")
 with open("witness/steps.json", "w") as file:  # witness
     json.dump(steps, file)  # witness

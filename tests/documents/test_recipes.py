@@ -257,7 +257,7 @@ def test_a_student_learns_from_the_frozen_teacher_of_the_file(edited: Callable[.
         task, student = trainer.task, trainer.parallel.module
         task.teacher.register_forward_hook(lambda *_: calls.append(1))
         trainer.run()
-        assert len(calls) == 4 + 1, calls  # Steps, each of two micro-batches, and a batch of evaluation.
+        assert len(calls) == 4 * 2 + 1, calls  # Steps, each of two micro-batches, and a batch of evaluation.
         file = torch.load(config.teacher.checkpoint, weights_only=True)["model"]
         assert file["head.linear.weight"].shape == (10, 64) and student.head.linear.weight.shape == (10, 32)
         assert all(torch.equal(value, file[name]) for name, value in task.teacher.state_dict().items())
@@ -271,7 +271,7 @@ def test_a_student_learns_from_the_frozen_teacher_of_the_file(edited: Callable[.
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
         cleanup(process)
     """
-    command = [*words("distillation"), *SMALL, "--train.max_steps", "4", "--train.microbatches", "2"]
+    command = [*words("distillation"), *SMALL, "--train.max_steps", "4", "--data.micro_batch_size", "16"]
     assert "eval   step 4/4" in run_python(project, script, *command, "--run.dir", tmp_path)
     assert not [name for name in torch.load(tmp_path / "checkpoints/step-00000004.pt")["model"] if "teacher" in name]
 
@@ -319,9 +319,9 @@ from my_experiment.train import Trainer
 config = parse(["train", "--run.dir", "runs/poisoned", "--distributed.device", "cpu"])[1]
 setup(config, process := rendezvous(config))
 trainer, states = Trainer(config, process), []
-images, labels = next(iter(trainer.loader))
+(images, labels), *_ = next(trainer.batches())
 for factor in (1, torch.nan, 1):
-    trainer.train_step(images * factor, labels)
+    trainer.train_step([(images * factor, labels)])
     whole = trainer.parallel.full_state_dict(trainer.optimizer)
     states.append(copy.deepcopy([whole["model"], *whole["optimizer"]["state"].values()]))
 def equal(ours, theirs):

@@ -27,7 +27,7 @@ WORDS = [
     *"--train.log_every 1 --train.eval_every 20 --checkpoint.every_steps 3 --distributed.device cpu".split(),
 ]
 STRATEGIES = ("ddp", "fsdp", "mesh", "model_parallel", "pipeline", "tensor")
-SIZES = {"pipeline": ["--train.microbatches", "4"], "mesh": ["--parallel.pipeline", "2"]}
+SIZES = {"pipeline": ["--data.micro_batch_size", "16"], "mesh": ["--parallel.pipeline", "2"]}
 
 
 def start(project: Path, run: Path, nproc: int, *words: str) -> subprocess.Popen[bytes]:
@@ -52,7 +52,7 @@ def result(run: Path) -> tuple[Any, Any]:
     newest = sorted((run / "checkpoints").glob("*.pt"))[-1]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for record in records:
-        for name in ("samples_per_second", "seconds_per_step", "data_share"):
+        for name in ("samples_per_second", "seconds_per_step"):
             record.pop(name, None)
     return torch.load(newest, weights_only=True)["model"], records
 

@@ -141,7 +141,7 @@ def prepare(project: Path, name: str) -> None:
 def test_an_odd_experiment_is_right_or_refused(bake: Bake, expected: Any, name: str, strategy: str) -> None:
     project, nproc = bake(parallelism=strategy), RANKS.get(strategy, 2)
     prepare(project, name)
-    words = [*WORDS, *LAYOUTS.get(strategy, []), "--train.microbatches", "2"]
+    words = [*WORDS, *LAYOUTS.get(strategy, []), "--data.micro_batch_size", "8"]
     script = 'scripts/launch.sh "$@"; echo "code $?"'
     out = run("bash", "-c", script, "bash", *words, "--run.dir", "straight", cwd=project, NPROC=str(nproc))
     if "code 2" in out.stdout:

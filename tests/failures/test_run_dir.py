@@ -60,12 +60,11 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
     assert evaluated[0] == evaluated[1] and json.loads(evaluated[0])["step"] == best
 
 
-def test_a_record_has_seconds_and_its_line_the_time_left(bake: Bake) -> None:
+def test_a_record_has_seconds(bake: Bake) -> None:
     project = bake()
-    out = launch(project, *SMALL, "--train.log_every", "4", "--run.dir", "run").stdout
-    assert re.search(r"step 4/8 .* 0:00:\d\d left\n", out), out
+    launch(project, *SMALL, "--train.log_every", "4", "--run.dir", "run")
     for record in read_records(project / "run", "train"):
-        assert 0 < record["seconds_per_step"] < 10 and 0 < record["data_share"] < 1
+        assert 0 < record["seconds_per_step"] < 10
 
 
 def test_a_folder_belongs_to_one_run(bake: Bake) -> None:
@@ -257,7 +256,7 @@ def test_a_run_whose_folder_is_removed_ends_with_an_error(bake: Bake) -> None:
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
 def test_weights_that_are_not_finite_are_not_saved(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
-    words = ["--optim.lr", "1e39", "--optim.warmup_steps", "0", "--checkpoint.every_steps", "1"]
+    words = ["--optim.lr", "3e37", "--optim.warmup_steps", "0", "--checkpoint.every_steps", "1"]
     err = train(project, *words, *(SHARDED[:2] if parallelism == "fsdp" else []), code=2)
     assert re.search(r"step 1 is not saved: \S+ is not finite", err) and err.count("\n") == 1, err
     assert not names(project)

@@ -27,7 +27,7 @@ SETTINGS = {
     "optim.warmup_steps": 2,
     "train.epochs": 2,
     "train.max_steps": 12,
-    "train.microbatches": 4,
+    "data.micro_batch_size": 2,
     "train.log_every": 1,
     "train.eval_every": 6,
     "checkpoint.every_steps": 3,

@@ -30,7 +30,6 @@ COMMON = {
     "optim.eps": 1e-6,
     "train.epochs": 3,
     "train.max_steps": STEPS,
-    "train.microbatches": 4,
     "train.log_every": 1,
     "train.eval_every": 10,
     "checkpoint.every_steps": 3,
@@ -39,6 +38,7 @@ COMMON = {
 TASKS = {
     "digits": {
         "data.global_batch_size": 128,
+        "data.micro_batch_size": 8,
         "dataset.max_shift": 1,
         "model.width": 8,
         "model.depth": 2,
@@ -46,6 +46,7 @@ TASKS = {
     },
     "language": {
         "data.global_batch_size": 32,
+        "data.micro_batch_size": 2,
         "dataset.path": argparse.__file__,
         "dataset.max_bytes": 21_000,
         "dataset.test_bytes": 4_500,
@@ -166,7 +167,7 @@ def assert_acts(spy: Callable[[str], set[str]], task: str, settings: Iterable[st
 
 LAYOUTS = {
     "pipeline x tensor": (4, {"parallel.pipeline": 2, "parallel.tensor": 2}),
-    "pipeline x shard": (4, {"parallel.pipeline": 2, "train.microbatches": 1}),
+    "pipeline x shard": (4, {"parallel.pipeline": 2, "data.micro_batch_size": "null"}),
     "tensor x shard": (4, {"parallel.tensor": 2}),
     "pipeline x shard x tensor": (8, {"parallel.pipeline": 2, "parallel.tensor": 2}),
     "pipeline x replicate x tensor": (8, {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.replicas": 2}),

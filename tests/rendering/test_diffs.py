@@ -41,7 +41,7 @@ def test_a_run_resumes_after_the_diff_is_applied(bake: Bake, name: str) -> None:
     project = bake(parallelism=DIFFS[name][0])
     launch(project, "train", *SMALL, "--train.max_steps", "20")
     run("bash", "-c", f"patch -p1 < {TEMPLATE}/docs/diffs/{name}.diff", cwd=project)
-    resumed = launch(project, "train", *SMALL, "--train.max_steps", "30", "--train.microbatches", "2")
+    resumed = launch(project, "train", *SMALL, "--train.max_steps", "30", "--data.micro_batch_size", "2")
     assert "step 20 of 30" in resumed.stdout
     whole = bake("whole")
     launch(whole, "train", *SMALL, "--train.max_steps", "30")

@@ -10,7 +10,7 @@ from renders import File, Project
 
 # No pattern has groups of alternatives, because test_render.py looks for each alternative where it belongs.
 TRACES: dict[tuple[str, object], str] = {
-    ("parallelism", "ddp"): r"\bddp\b(?!-template)|DistributedDataParallel|no_sync",
+    ("parallelism", "ddp"): r"\bddp\b(?!-template)|DistributedDataParallel|GradBucket",
     ("parallelism", "fsdp"): r"fsdp|fully.shard|reshard",
     ("parallelism", "model_parallel"): r"model.parallel",
     ("parallelism", "pipeline"): r"pipelin|1F1B|GPipe|(?<!stager\.)\bstages?\b",

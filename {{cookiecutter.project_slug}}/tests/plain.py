@@ -36,8 +36,15 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
     scheduled_steps = config.train.epochs * (len(train_set) // config.data.global_batch_size)
     records = []
     for step, batch in enumerate(islice(batches(dataset, train_set, config), steps)):
-        inputs, targets = task.prepare(*task.augment(*batch))
-        loss = task.losses(model(inputs), targets)["loss"] / max(task.weight(targets), 1e-30)
+        microbatches = []
+        for number, microbatch in enumerate(batch):
+            seed_everything(hashed(config.run.seed, "prepare", step, number))
+            microbatches.append(task.prepare(*task.augment(*microbatch)))
+        weight = sum(task.weight(targets) for _, targets in microbatches)
+        loss = torch.zeros(())
+        for number, (inputs, targets) in enumerate(microbatches):
+            seed_everything(hashed(config.run.seed, "forward", step, number))
+            loss += task.losses(model(inputs), targets)["loss"] / max(weight, 1e-30)
         lr = learning_rate(step, scheduled_steps, config.optim)
         norm = update(parameters, loss, moments, step + 1, lr, config)
         records.append({"step": step + 1, "loss": loss.item(), "lr": lr, "grad_norm": norm})
@@ -45,13 +52,15 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
 
 
 def batches(dataset: Any, train_set: Any, config: Any) -> Iterator[Any]:
-    """Yield global batches without end; an incomplete batch at the end of an epoch is dropped."""
-    seed, size = config.run.seed, config.data.global_batch_size
+    """Yield lists of micro-batches without end; an epoch's last, incomplete batch is dropped."""
+    seed, size, micro = config.run.seed, config.data.global_batch_size, config.data.micro_batch_size
     for epoch in count():
         generator = torch.Generator().manual_seed(hashed(seed, "order", epoch))
         order = torch.randperm(len(train_set), generator=generator).tolist()
         for start in range(0, len(train_set) - size + 1, size):
-            yield dataset.collate_fn(read(train_set, seed, epoch, order[start : start + size]))
+            firsts = range(start, start + size, micro)
+            parts = [read(train_set, seed, epoch, order[first : first + micro]) for first in firsts]
+            yield [dataset.collate_fn(part) for part in parts]
 
 
 def read(samples: Any, seed: int, epoch: int, indices: Any) -> list[Any]:

@@ -12,14 +12,15 @@ import torch
 
 from support import ROOT, STEPS
 
-COLUMNS = ["test", "loss", "grad_norm", "weights", "holds", "seconds"]
+COLUMNS = ["test", "loss", "grad_norm", "weights", "ranks", "holds", "seconds"]
 TEXT = f"""# One result, however the work is split
 
 The largest relative deviations in {STEPS} steps from a loop in one process that splits nothing
-(tests/plain.py), on the CPU, and their bounds. In bf16 and fp16: from the first split in that
-precision, and twice the deviation of its micro-batches, another order of the same sums. Runs
-resumed on as many ranks are equal bit by bit, on another number to 1e-5, as are evaluations. If a
-test does not hold, `.venv/bin/pytest tests/test_experiment.py` names what depends on the split.
+(tests/plain.py), on the CPU, and their bounds. Where the column `ranks` says bitwise, weights,
+optimizer, losses, norms and evaluations equal those of the first split in all bits. Without it,
+bf16 and fp16 are compared with the first split in that precision: the bound is twice the deviation
+of smaller micro-batches. Resumed runs name what they are equal to: all bits, or 1e-5. If a test
+does not hold, `.venv/bin/pytest tests/test_experiment.py` names what depends on the split.
 """
 
 

@@ -139,12 +139,12 @@ def deviation(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
 
 
 def assert_same(ours: Path, theirs: Path) -> None:
-    """Assert that two runs ended with bitwise the same weights, optimizer, losses and metrics."""
+    """Assert that two runs have bitwise the same weights, optimizer, losses, norms and metrics."""
     for our_tensor, their_tensor in zip(tensors(load(ours)), tensors(load(theirs)), strict=True):
         assert torch.equal(our_tensor, their_tensor)
     assert read_records(ours, "eval") == read_records(theirs, "eval")
-    our_losses = [(record["step"], record["loss"]) for record in read_records(ours)]
-    assert our_losses == [(record["step"], record["loss"]) for record in read_records(theirs)]
+    for our_record, their_record in zip(read_records(ours), read_records(theirs), strict=True):
+        assert all(our_record[key] == their_record[key] for key in ("step", "loss", "grad_norm"))
 
 
 def tensors(content: dict[str, Any]) -> list[torch.Tensor]:

@@ -128,8 +128,8 @@ def test_a_sample_does_not_depend_on_the_others_of_its_batch(
                 "first dimension, and no other, is the batch; do outputs and targets have the "
                 "same shape?"
             )
-        difference = values - torch.cat(single_values)
         if values.is_floating_point():
+            difference = values - torch.cat(single_values)
             assert difference.norm() <= TOLERANCE * values.norm(), (
                 f"{name} of a sample depends on the other samples of its batch, through "
                 "BatchNorm's statistics or the padding; normalize each sample by itself, and mask "

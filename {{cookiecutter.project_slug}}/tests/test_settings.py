@@ -19,10 +19,8 @@ from support import launch
         (["train", "--run.dir", "{}/wrong.yaml/run"], "run.dir"),
         (["train", "--train.epochs", "0"], "train.epochs"),
         (["train", "--train.precision", "fp64"], "train.precision"),
-        (
-            ["train", "--data.global_batch_size", "63", "--train.microbatches", "4"],
-            "data.global_batch_size",
-        ),
+        (["train", "--data.micro_batch_size", "7"], "data.global_batch_size"),
+        (["train", "--train.microbatches", "4"], "data.micro_batch_size"),
         (["train", "--model.weights", "nowhere.pt"], "model.weights"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["train", "--config", "{}/wrong.yaml"], "train.epoch'"),

@@ -7,12 +7,28 @@ import numpy as np
 import pytest
 
 import plain
-from support import SPLITS, STEPS, TOLERANCE, deviation, load, module, read_records, settings
+from support import (
+    SPLITS,
+    STEPS,
+    TOLERANCE,
+    #:: if fact("exact") ::#
+    assert_same,
+    #:: endif ::#
+    deviation,
+    load,
+    module,
+    read_records,
+    settings,
+)
 
 # The largest relative deviations from the plain loop that are allowed.
 BOUNDS = {"loss": TOLERANCE, "grad_norm": TOLERANCE, "lr": TOLERANCE, "step": 0.0}
 BOUNDS["weights"] = TOLERANCE
-COMPILED = pytest.param(["--train.compile", "true"], marks=pytest.mark.proof)
+MORE = [pytest.param([]), pytest.param(["--train.compile", "true"], marks=pytest.mark.proof)]
+#:: if fact("exact") ::#
+for name in ("bf16", "fp16"):
+    MORE.append(pytest.param(["--train.precision", name], marks=pytest.mark.proof))
+#:: endif ::#
 Weights = dict[str, plain.Tensor]
 Words = list[str]
 
@@ -52,15 +68,22 @@ def skip_if_refused(nproc: int, *words: str) -> None:
         pytest.skip(f"refused: {error}")
 
 
-@pytest.mark.parametrize("compiled", [[], COMPILED], ids=str)
+@pytest.mark.parametrize("more", MORE, ids=str)
 @pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=str)
 def test_a_split_gives_the_result_of_a_plain_loop(
-    expected: Any, trained: Any, record_property: Any, nproc: int, words: Words, compiled: Words
+    expected: Any, trained: Any, record_property: Any, nproc: int, words: Words, more: Words
 ) -> None:
-    if compiled:
-        skip_if_refused(nproc, *words, *compiled)
-    run_dir = trained(nproc, *words, *compiled)
-    check(compare(run_dir, *expected), BOUNDS, record_property)
+    skip_if_refused(nproc, *words, *more)
+    run_dir = trained(nproc, *words, *more)
+    if "--train.precision" not in more:
+        check(compare(run_dir, *expected), BOUNDS, record_property)
+    #:: if fact("exact") ::#
+    if "--train.exact" not in words:
+        first_nproc, first_words = SPLITS[0]
+        assert_same(run_dir, trained(first_nproc, *first_words, *more))
+        record_property("ranks", "bitwise")
+    #:: endif ::#
+#:: if not fact("exact") ::#
 
 
 @pytest.mark.proof
@@ -76,7 +99,8 @@ def test_a_split_rounds_low_precision_as_other_micro_batches_do(
     records = read_records(first)
     weights = load(first)["model"]
     # Smaller micro-batches are another order of the same sums: a split may change as much, twice.
-    halved = trained(first_nproc, *first_words, *low_precision, "--train.microbatches", "2")
+    halved = trained(first_nproc, *first_words, *low_precision, "--data.micro_batch_size", "16")
     bounds = {name: 2 * value for name, value in compare(halved, records, weights).items()}
     found = compare(trained(nproc, *words, *low_precision), records, weights)
     check(found, bounds, record_property)
+#:: endif ::#

@@ -5,7 +5,7 @@ the loss is computed and the optimizer steps. On a machine without accelerators,
 unchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from .checkpoint import Checkpointer, copy_state, load_parameter_state
 from .config import Config, UserError
 from .distributed import Process
-from .loader import split_batch
 from .model import build_model
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,10 +35,16 @@ class Parallel:
         self.dp_rank = 0
         self.dp_size = 1
         self.dp_group = dist.group.WORLD
-        self.microbatches = config.train.microbatches
+        self.microbatches = range(config.data.num_microbatches)
+        self.is_tree = False  # Gradients of several accelerators are added up in one order.
         self.precision = config.train.precision
         # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        # A micro-batch has a small part of the mean loss: more of them allow a larger scale.
+        self.scaler = torch.amp.GradScaler(
+            self.device.type,
+            init_scale=2.0**16 * config.data.num_microbatches,
+            enabled=self.precision == "fp16",
+        )
         # Blocks are prepared while the model is built: first recomputation, then compilation.
         model = build_model(config.model, partial(prepare_block, config=config))
         self.module: nn.Module = model.to(self.device)
@@ -49,10 +54,9 @@ class Parallel:
             self.copies = nn.DataParallel(self.copies)
 
     def forward_backward(
-        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+        self, microbatches: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
-        microbatches = split_batch((inputs, targets), self.microbatches)
         for inputs, targets in microbatches:
             outputs = self.copies(inputs)
             with self.autocast():
@@ -70,7 +74,10 @@ class Parallel:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient, and return the norm before."""
-        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        gradients = [value.grad for value in self.module.parameters() if value.grad is not None]
+        total_norm = norm(gradients).float()
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)
+        return total_norm
 
     def average_buffers(self) -> None:
         """Average BatchNorm's running statistics over the data-parallel ranks; a collective."""
@@ -85,7 +92,12 @@ class Parallel:
             return {}
         return copy_state(self.module, optimizer, lambda tensor: tensor.to("cpu", copy=True))
 
-    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None, state: Any) -> None:
+    def load_full_state_dict(
+        self,
+        model: Any,
+        optimizer: Optimizer | None,
+        state: Any,
+    ) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         weights = {}
         parameters = dict(self.module.named_parameters())
@@ -98,6 +110,16 @@ class Parallel:
             if optimizer is not None and name in parameters:
                 load_parameter_state(optimizer, parameters[name], entry[1])
         self.module.load_state_dict(weights)  # PyTorch names what is missing or unknown.
+
+
+def norm(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of all numbers, in float64: then, their order hardly matters."""
+    norms = []
+    for tensor in tensors:
+        wide = torch.float32 if tensor.is_mps else torch.float64  # MPS has no other.
+        dtype = torch.promote_types(tensor.dtype, wide)  # A tensor may be complex.
+        norms.append(torch.linalg.vector_norm(tensor, dtype=dtype))
+    return nn.utils.get_total_norm(norms)
 
 
 class Autocast(nn.Module):
@@ -117,8 +139,9 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
-            raise UserError(f"{problem}; turn it off")
+            raise UserError(
+                "train.activation_checkpointing updates BatchNorm's statistics twice; turn it off"
+            )
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:

@@ -17,6 +17,13 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.replicas is {self.replicas}, which does not divide {world_size} rank(s)"
             )
+        if self.replicas > 1 and config.train.exact:
+            raise UserError(
+                "parallel.replicas adds up gradients in an order that depends on ranks; "
+                "turn train.exact off"
+            )
         # Replicas add up what each has kept of all micro-batches, by position.
-        if config.train.allow_unused and min(self.replicas, config.train.microbatches) > 1:
-            raise UserError("train.allow_unused with parallel.replicas needs train.microbatches 1")
+        size = config.data.micro_batch_size or config.data.global_batch_size
+        has_one = size * self.dp_size(world_size) >= config.data.global_batch_size
+        if config.train.allow_unused and self.replicas > 1 and not has_one:
+            raise UserError("train.allow_unused with parallel.replicas needs one micro-batch")

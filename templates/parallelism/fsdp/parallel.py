@@ -1,11 +1,11 @@
 """Fully sharded data parallel: every rank holds a shard of each block and reads its local batch.
 
 Before a block runs, its weights are gathered from all ranks; afterwards, they are freed. Its
-gradients are averaged and scattered, so that each rank gets those of its own shard and updates only
+gradients are added up and scattered, so that each rank gets those of its own shard and updates only
 that shard.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
 from .distributed import Process
-from .loader import split_batch
 from .model import build_model
 from .sharded import Checkpointer, collect_state, load_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Gradients = dict[Any, Tensor]  # The gradient of each parameter.
 
 
 class Parallel:
@@ -37,16 +37,26 @@ class Parallel:
         self.dp_rank = process.rank
         self.dp_size = process.world_size
         self.dp_group = dist.group.WORLD
-        self.microbatches = config.train.microbatches
+        count = config.data.num_microbatches // self.dp_size
+        # The numbers of this rank's micro-batches in the global batch. Ranks take turns: their
+        # gradients of one turn, which are neighbors, are added up first.
+        self.microbatches = range(self.dp_rank, count * self.dp_size, self.dp_size)
+        self.is_tree = self.dp_size & (self.dp_size - 1) == 0
         self.allow_unused = config.train.allow_unused
         precision = config.train.precision
         # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        # A micro-batch has a small part of the mean loss: more of them allow a larger scale.
+        self.scaler = torch.amp.GradScaler(
+            self.device.type,
+            init_scale=2.0**16 * config.data.num_microbatches,
+            enabled=precision == "fp16",
+        )
         # Blocks compute in this precision; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
         mesh = self.build_mesh(config.parallel.replicas)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
         # The gathered parameters that are trained, and those that the last backward has reached.
+        self.waiting: list[Gradients] = []
         self.watched = dict[str, Tensor]()
         self.used = set[Tensor]()
         self.watch_parameters()
@@ -57,6 +67,7 @@ class Parallel:
         names = ("replicate", "shard")
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         self.shard_group = mesh.get_group("shard")
+        self.has_replicas = replicas > 1
         if replicas > 1:
             return mesh
         # FSDP would all-reduce gradients over the dimension of replicas, even with only one.
@@ -81,23 +92,37 @@ class Parallel:
             refuse_shared(block)
         # This shards parameters outside of the blocks.
         self.fsdp = shard(self.module)
+        tree: Any = TreeReduceScatter()
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                # Gradients add up to that of the mean.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                if config.train.exact:
+                    module.set_custom_reduce_scatter(tree)
         # Backward starts with the last block: freed weights would be gathered again at once.
         self.head = cast(FSDPModule, blocks[-1])
         self.head.set_reshard_after_forward(False)
 
     def forward_backward(
-        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+        self, microbatches: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
-        microbatches = split_batch((inputs, targets), self.microbatches)
+        self.waiting.clear()
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             self.used.clear()
+            is_last = number == len(self.microbatches)
             # FSDP scatters gradients after every micro-batch: keeping them whole until the last
-            # would take the memory of a whole model. Replicas average shards once, after the last.
-            self.fsdp.set_requires_all_reduce(number == len(microbatches))
+            # would take the memory of a whole model. Replicas add up shards once, after the last.
+            self.fsdp.set_requires_all_reduce(is_last)
             loss = mean_loss(self.module(inputs), targets)
             self.scaler.scale(loss).backward()
             self.check_used()
+            if not is_last and not self.has_replicas:
+                set_aside(self.module, number, self.waiting)
+        for sums in reversed(self.waiting):  # Small sums come first.
+            for parameter, gradient in sums.items():
+                parameter.grad += gradient
 
     def watch_parameters(self) -> None:
         """Let a backward add each trained parameter that it reaches to ``used``."""
@@ -119,8 +144,10 @@ class Parallel:
         # if one rank lacks a gradient, this adds up gradients of different parameters.
         unused = {name for name in self.watched if self.watched[name] not in self.used}
         if unused and not self.allow_unused:
-            problem = f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch"
-            raise UserError(f"{problem}; use or freeze them, or set train.allow_unused")
+            raise UserError(
+                f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch; "
+                "use or freeze them, or set train.allow_unused"
+            )
         if self.allow_unused:
             unused_by_rank = self.process.all_gather(unused)
             used_by_some = set.union(*unused_by_rank) - set.intersection(*unused_by_rank)
@@ -144,14 +171,15 @@ class Parallel:
             gradient: Any = parameter.grad
             if gradient is not None:
                 gradient_shards.append(gradient.to_local())
-        # The norm of no gradients would be on the CPU.
-        local_norm = nn.utils.get_total_norm(gradient_shards).to(self.device)
+        local_norm = norm(gradient_shards)
         # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
         # ranks, so all ranks scale their shards by the same bits. Replicas have equal gradients,
         # and each counts only its own.
         norms = [torch.empty_like(local_norm) for _ in range(dist.get_world_size(self.shard_group))]
         dist.all_gather(norms, local_norm, group=self.shard_group)
-        total_norm = torch.stack(norms).norm()
+        # In float64, the norm of shards differs from a whole model's after rounding to float32 in
+        # one of about 2**24 steps.
+        total_norm = norm(norms).float()
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)
         return total_norm
 
@@ -169,6 +197,72 @@ class Parallel:
     def load_full_state_dict(self, model: Any, optimizer: Optimizer | None, state: Any) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         load_state(self.module, optimizer, model, state, self.process)
+
+
+def norm(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of all numbers, in float64: then, their order hardly matters."""
+    norms = []
+    for tensor in tensors:
+        wide = torch.float32 if tensor.is_mps else torch.float64  # MPS has no other.
+        dtype = torch.promote_types(tensor.dtype, wide)  # A tensor may be complex.
+        norms.append(torch.linalg.vector_norm(tensor, dtype=dtype))
+    return nn.utils.get_total_norm(norms)
+
+
+def set_aside(module: nn.Module, number: int, waiting: list[Gradients]) -> None:
+    """Add up the gradients of a rank's micro-batches as a binary tree, when ``number`` are done.
+
+    A rank with half of the micro-batches computes half of this tree, and ranks add up the halves:
+    on 1, 2, 4, ... ranks, each sum is rounded in the same way. ``waiting`` has sums over 2, 4, 8,
+    ... micro-batches, each until as many more have been added up.
+    """
+    if number % 2:
+        return  # The next backward adds its gradients to those of this one.
+    sums: Gradients = {}
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            sums[parameter] = parameter.grad.clone()
+    # Later micro-batches may lack a gradient, which has to be zero: ranks add up what is there.
+    module.zero_grad(set_to_none=False)
+    while number % 4 == 0:
+        for parameter, gradient in waiting.pop().items():
+            sums[parameter] += gradient
+        number //= 2
+    waiting.append(sums)
+
+
+def add_ranks(buffer: Tensor) -> Tensor:
+    """Return this rank's part of the sum of all ranks' buffers, added up as a tree; a collective.
+
+    Rank r of N gets the part r of N equal parts.
+    """
+    received = torch.empty_like(buffer)
+    dist.all_to_all_single(received, buffer)
+    parts = received.chunk(dist.get_world_size())
+    while len(parts) > 1:
+        for part, neighbor in zip(parts[::2], parts[1::2], strict=False):
+            part += neighbor
+        parts = parts[::2]
+    return parts[0]
+
+
+class TreeReduceScatter:
+    """What FSDP calls to add up a block's gradients: each rank gets the sum of its shard."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a message."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        # The group has all ranks: there are no replicas.
+        output_tensor.copy_(add_ranks(input_tensor.flatten()))
 
 
 def refuse_shared(block: nn.Module) -> None:
@@ -191,8 +285,9 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
-            raise UserError(f"{problem}; turn it off")
+            raise UserError(
+                "train.activation_checkpointing updates BatchNorm's statistics twice; turn it off"
+            )
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:

@@ -2,7 +2,8 @@ RANKS = 2
 SPLITS: list[tuple[int, list[str]]] = [
     (1, []),
     (2, ["--data.num_workers", "2"]),
-    (4, ["--train.microbatches", "2", "--parallel.replicas", "2"]),
+    (4, []),
+    (4, ["--parallel.replicas", "2", "--train.exact", "false"]),
 ]
 EVALUATES_ON = [1, 2, 3]
 MORE_RANKS = 4

@@ -8,7 +8,7 @@ tensor      parts of each layer, by ``plan.py``: activations are all-reduced
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from logging import getLogger
 from typing import Any
@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map_only  # Private; optree has the same.
 
 from .config import Config, UserError
 from .distributed import Process, seed_everything
-from .loader import split_batch
 from .model import build_model
 from .plan import is_sharded_by_plan, shard_layers
 from .sharded import Checkpointer, load_state
@@ -47,11 +46,13 @@ class Parallel:
         self.process = process
         self.device = process.device
         self.layout = config.parallel
-        self.microbatches = config.train.microbatches
+        self.is_tree = False  # A stage adds up its gradients in the order of its schedule.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)  # fp16 is refused.
         # Ranks share a cache of compiled code, but their shards differ: a tag keeps the code apart.
         torch.compiler.config.cache_key_tag = str(process.rank)
         mesh = self.build_mesh()
+        count = config.data.num_microbatches // self.dp_size  # The numbers of a rank's follow.
+        self.microbatches = range(count * self.dp_rank, count * (self.dp_rank + 1))
         self.build_stage(config, mesh)
         self.schedule: Any = None
         self.shapes: Any = None
@@ -85,12 +86,7 @@ class Parallel:
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         # Gathered weights serve all micro-batches: a schedule frees them after the last backward.
-        shard: Any = partial(
-            fully_shard,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=False,
-        )
+        shard: Any = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.outline = Outline(config.model, self.layout.pipeline, dtype)
         seed_everything(config.run.seed)  # The outline may have drawn numbers.
         stage_of_block = self.outline.stage_of_block
@@ -118,11 +114,13 @@ class Parallel:
     # A plan may leave logits sharded over the classes, for F.cross_entropy and its backward.
     @loss_parallel()
     def forward_backward(
-        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+        self, batch: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
-        microbatches = split_batch((inputs, targets), self.microbatches)
+        microbatches = list(batch)
         shapes = self.outline.trace(microbatches[0][0])
+        if any(self.outline.trace(inputs) is not shapes for inputs, _ in microbatches):
+            raise UserError("micro-batches of a step differ in shape; pad all in the same way")
         # Micro-batches of equal shapes have the same dict, and fit into a schedule's buffers.
         if shapes is not self.shapes:
             self.shapes = shapes
@@ -131,7 +129,7 @@ class Parallel:
         torch.manual_seed(torch.initial_seed() + self.stage_index)
         self.mean_loss = mean_loss
         self.remaining_targets = [targets for _, targets in microbatches]
-        numbers = torch.arange(self.microbatches, device=self.device)
+        numbers = torch.arange(len(microbatches), device=self.device)
         arguments = list[Tensor]()
         if self.stage_index == 0:
             self.stage.remaining_inputs = [inputs for inputs, _ in microbatches]
@@ -152,13 +150,15 @@ class Parallel:
             group=self.pipeline_group,
         )
         # 1F1B keeps the activations of fewer micro-batches, but needs at least one per stage.
-        schedule: Any = Schedule1F1B if self.microbatches >= num_stages else ScheduleGPipe
-        return schedule(stage, self.microbatches, loss_fn=self.compute_loss, scale_grads=False)
+        count = len(self.microbatches)
+        schedule: Any = Schedule1F1B if count >= num_stages else ScheduleGPipe
+        return schedule(stage, count, loss_fn=self.compute_loss, scale_grads=False)
 
     def compute_loss(self, *_: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss, when a schedule has run the last stage."""
         targets = self.remaining_targets.pop(0)
-        return self.mean_loss(self.stage.outputs, targets)
+        # FSDP averages the gradients of local batches, which have to add up.
+        return self.mean_loss(self.stage.outputs, targets) * self.dp_size
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -223,8 +223,9 @@ class Parallel:
                 # Shards of other dp_ranks cannot be compared. The rank with the larger norm raises.
                 norm = norms.get((dp_rank, name), other_norm)
                 if norm > 1.0001 * other_norm:
-                    advice = "plan it in plan.py, or set train.exact"
-                    raise UserError(f"copies of {name} drift apart; {advice}")
+                    raise UserError(
+                        f"copies of {name} drift apart; plan it in plan.py, or set train.exact"
+                    )
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""

@@ -30,7 +30,9 @@ class ParallelConfig:
                 f"which does not divide {world_size} rank(s)"
             )
         ranks = world_size // self.dp_size(world_size)
-        self.check_microbatches(config.train.microbatches, ranks)
+        local_batch_size = max(1, config.data.global_batch_size // self.dp_size(world_size))
+        size = config.data.micro_batch_size or local_batch_size
+        self.check_microbatches(local_batch_size // size, ranks)
         # FSDP only reduces gradients that exist, and each local batch may leave out others.
         if config.train.allow_unused and ranks < world_size:
             raise UserError(
@@ -55,6 +57,6 @@ class ParallelConfig:
             fits = microbatches % num_rounds == 0
         if not fits:
             raise UserError(
-                f"train.microbatches is {microbatches}; "
+                f"data.micro_batch_size makes {microbatches} micro-batch(es); "
                 f"{self.schedule} takes any multiple of {ranks}"
             )

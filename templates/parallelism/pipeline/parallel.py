@@ -5,7 +5,7 @@ when a step begins, and scatter gradients when it ends.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -23,9 +23,8 @@ from torch.distributed.pipelining import (
 )
 from torch.optim import Optimizer
 
-from .config import Config
+from .config import Config, UserError
 from .distributed import Process, seed_everything
-from .loader import split_batch
 from .model import build_model
 from .sharded import Checkpointer, load_state
 from .stages import Outline, Shapes, Stage, gather_state_dict, prepare_block
@@ -47,10 +46,13 @@ class Parallel:
         self.process = process
         self.device = process.device
         self.layout = config.parallel
-        self.microbatches = config.train.microbatches
+        self.is_tree = False  # A stage adds up its gradients in the order of its schedule.
         # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         mesh = self.build_mesh()
+        count = config.data.num_microbatches // self.dp_size
+        # The numbers of this rank's micro-batches in the global batch.
+        self.microbatches = range(count * self.dp_rank, count * (self.dp_rank + 1))
         self.build_stages(config, mesh)
         # The first step builds a schedule, for the shapes of its micro-batches.
         self.schedule: Any = None
@@ -123,11 +125,13 @@ class Parallel:
         return stage_index % self.pipeline_size == self.pipeline_rank
 
     def forward_backward(
-        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+        self, batch: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
-        microbatches = split_batch((inputs, targets), self.microbatches)
+        microbatches = list(batch)
         shapes = self.outline.trace(microbatches[0][0])
+        if any(self.outline.trace(inputs) is not shapes for inputs, _ in microbatches):
+            raise UserError("micro-batches of a step differ in shape; pad all in the same way")
         if shapes is not self.shapes:
             # A schedule allocates its buffers for micro-batches of one shape.
             self.shapes = shapes
@@ -138,7 +142,7 @@ class Parallel:
         self.remaining_targets = [targets for _, targets in microbatches]
         # Inputs and targets may be nested, so the schedule only gets the numbers of micro-batches:
         # as an argument for the first stage, and as the target of the last one.
-        numbers = torch.arange(self.microbatches, device=self.device)
+        numbers = torch.arange(len(microbatches), device=self.device)
         arguments = list[Tensor]()
         if 0 in self.stages:
             self.stages[0].remaining_inputs = [inputs for inputs, _ in microbatches]
@@ -165,13 +169,14 @@ class Parallel:
             stages = stages[0]
         # The losses are parts of the mean already: the schedule need not scale gradients.
         return SCHEDULES[self.layout.schedule](
-            stages, self.microbatches, loss_fn=self.compute_loss, scale_grads=False
+            stages, len(self.microbatches), loss_fn=self.compute_loss, scale_grads=False
         )
 
     def compute_loss(self, *_: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss, when a schedule has run the last stage."""
         targets = self.remaining_targets.pop(0)
-        return self.mean_loss(self.stages[self.last_stage].outputs, targets)
+        # FSDP averages the gradients of the pipelines, which have to add up.
+        return self.mean_loss(self.stages[self.last_stage].outputs, targets) * self.dp_size
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""

@@ -122,6 +122,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
     # Collectives of this backend return at once, and leave their outputs as they are.
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     process = Process(dist.HashStore(), rank, world_size, cpu_group=dist.group.WORLD)
+    config.divide_batch({}, world_size)
     with MemoryTracker() as tracker:
         train_set, _, _ = build_datasets(config)
         task = Task(config, process.device)
@@ -134,7 +135,7 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         def remove_values(tensor: Tensor) -> Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-        samples = [train_set[0]] * (config.data.global_batch_size // parallel.dp_size)
+        samples = [train_set[0]] * (config.data.global_batch_size // config.data.num_microbatches)
         # The samples come from a file and have values. Tensors that are created here have none.
         batch = tree_map_only(Tensor, remove_values, collate_fn(samples))
         # The first step creates the optimizer's state. To learn the shapes of results, DTensor runs
@@ -146,8 +147,8 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         tracker.reset_peak()
-        inputs, targets = task.prepare(*task.augment(*batch))
-        parallel.forward_backward(inputs, targets, mean_loss)
+        microbatches = [task.prepare(*task.augment(*batch)) for _ in parallel.microbatches]
+        parallel.forward_backward(microbatches, mean_loss)
         parallel.clip_grad_norm(config.train.clip_grad_norm or math.inf)
         optimizer.step()
     dist.destroy_process_group()

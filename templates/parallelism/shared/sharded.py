@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,6 +22,15 @@ from .config import Config, UserError
 from .distributed import FILE_SECONDS, Process, seed_everything
 from .files import Content
 from .model import build_model
+
+INDEX_NAMES = {  # What a sharded checkpoint's index is made of, by module.
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+    "torch": "Size",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
+}
 
 
 class Checkpointer(checkpoint.Checkpointer):
@@ -58,7 +68,7 @@ class Checkpointer(checkpoint.Checkpointer):
         parameters = dict(parallel.module.named_parameters())
         # The index lists the tensors of all ranks; this one makes room for its own shards of them.
         states = defaultdict[str, Content](dict)
-        index = files.read_index(path)
+        index = read_index(path)
         for key, names in index.planner_data.items():
             # These are ("model", NAME), or ("optimizer", "state", PARAMETER, "exp_avg").
             if optimizer is None or names[0] == "model" or names[2] not in parameters:
@@ -124,8 +134,10 @@ class Checkpointer(checkpoint.Checkpointer):
         for tensors in (state["model"], *state["optimizer"]["state"].values()):
             for name, value in tensors.items():
                 if not isinstance(value, Tensor):
-                    problem = f"a sharded checkpoint holds tensors alone, and {name} is none"
-                    raise UserError(f"{problem}; set checkpoint.format to full")
+                    raise UserError(
+                        f"a sharded checkpoint holds tensors alone, and {name} is none; "
+                        "set checkpoint.format to full"
+                    )
         shards = self.stager.stage(state)
         # A failed run waits for process.writer. The collective of this thread would never end then.
         writer = ThreadPoolExecutor(max_workers=1)
@@ -165,10 +177,31 @@ def refuse_hooks(model: nn.Module) -> None:
                     raise UserError(f"{name} has a hook or attribute, which shards would lose")
 
 
+class IndexUnpickler(pickle.Unpickler):
+    """Reads a sharded checkpoint's index, a pickle, which could otherwise run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_get_layout":
+            return lambda _: torch.strided  # PyTorch's function could return what a pickle gave it.
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in INDEX_NAMES.get(module, "").split():
+            raise PermissionError(f"{module}.{name} in a checkpoint's index might run code")
+        return super().find_class(module, name)
+
+
+def read_index(path: Path) -> Any:
+    """Return a sharded checkpoint's index; run this before PyTorch, which trusts any pickle."""
+    index_files = list(path.glob("*.metadata"))  # PyTorch falls back to others with such names.
+    if index_files != [path / ".metadata"]:
+        raise ValueError("it has no index, or several")
+    with open(index_files[0], "rb") as file:
+        return IndexUnpickler(file).load()
+
+
 def read_header(path: Path) -> Content:
     """Return what all ranks need of a sharded checkpoint, after a look at the size of its files."""
     header = json.loads((path / "header.json").read_text())
-    index = files.read_index(path)
+    index = read_index(path)
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
     for part in index.storage_data.values():
         if sizes.get(part.relative_path, 0) < part.offset + part.length:

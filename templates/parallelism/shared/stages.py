@@ -130,8 +130,9 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
-            raise UserError(f"{problem}; turn it off")
+            raise UserError(
+                "train.activation_checkpointing updates BatchNorm's statistics twice; turn it off"
+            )
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:

@@ -39,5 +39,7 @@ class ParallelConfig:
                 "whose scaler would skip steps on some ranks alone; give bf16"
             )
         # Replicas add up what each has kept of all micro-batches, by position.
-        if config.train.allow_unused and min(self.replicas, config.train.microbatches) > 1:
-            raise UserError("train.allow_unused with parallel.replicas needs train.microbatches 1")
+        size = config.data.micro_batch_size or config.data.global_batch_size
+        has_one = size * self.dp_size(world_size) >= config.data.global_batch_size
+        if config.train.allow_unused and self.replicas > 1 and not has_one:
+            raise UserError("train.allow_unused with parallel.replicas needs one micro-batch")

@@ -12,7 +12,7 @@ over the groups.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from logging import getLogger
 from typing import Any, cast
@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
 from .distributed import Process
-from .loader import split_batch
 from .model import build_model
 from .plan import is_sharded_by_plan, shard_layers, tensor_plan
 from .sharded import Checkpointer, collect_state, load_state
@@ -52,7 +51,7 @@ class Parallel:
         self.process = process
         self.device = process.device
         self.layout = config.parallel
-        self.microbatches = config.train.microbatches
+        self.is_tree = False  # The sum over a layer's shards is rounded by their number.
         self.allow_unused = config.train.allow_unused
         # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
@@ -60,6 +59,9 @@ class Parallel:
         # wrong for another's: a tag makes the keys differ.
         torch.compiler.config.cache_key_tag = str(process.rank)
         mesh = self.build_mesh()
+        count = config.data.num_microbatches // self.dp_size
+        # The numbers of this rank's micro-batches in the global batch.
+        self.microbatches = range(count * self.dp_rank, count * (self.dp_rank + 1))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -116,16 +118,16 @@ class Parallel:
     # F.cross_entropy and its backward accept logits that plan.py keeps sharded over the classes.
     @loss_parallel()
     def forward_backward(
-        self, inputs: Any, targets: Any, mean_loss: Callable[[Any, Any], Tensor]
+        self, microbatches: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
-        microbatches = split_batch((inputs, targets), self.microbatches)
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             self.used.clear()
             # FSDP scatters gradients after every micro-batch: keeping them whole until the last
-            # would take the memory of a whole model. Replicas average shards once, after the last.
-            self.fsdp.set_requires_all_reduce(number == len(microbatches))
-            loss = mean_loss(self.module(inputs), targets)
+            # would take the memory of a whole model. Replicas add up shards once, after the last.
+            self.fsdp.set_requires_all_reduce(number == len(self.microbatches))
+            # FSDP averages the gradients of the groups, which have to add up.
+            loss = mean_loss(self.module(inputs), targets) * self.dp_size
             self.scaler.scale(loss).backward()
             self.check_used()
 
@@ -149,8 +151,10 @@ class Parallel:
         # if one rank lacks a gradient, this adds up gradients of different parameters.
         unused = {name for name in self.watched if self.watched[name] not in self.used}
         if unused and not self.allow_unused:
-            problem = f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch"
-            raise UserError(f"{problem}; use or freeze them, or set train.allow_unused")
+            raise UserError(
+                f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch; "
+                "use or freeze them, or set train.allow_unused"
+            )
         if self.allow_unused:
             unused_by_rank = self.process.all_gather(unused)
             used_by_some = set.union(*unused_by_rank) - set.intersection(*unused_by_rank)
@@ -218,8 +222,9 @@ class Parallel:
                 # Shards of other dp_ranks cannot be compared. The rank with the larger norm raises.
                 norm = norms.get((dp_rank, name), other_norm)
                 if norm > 1.0001 * other_norm:
-                    advice = "plan it in plan.py, or set train.exact"
-                    raise UserError(f"copies of {name} drift apart; {advice}")
+                    raise UserError(
+                        f"copies of {name} drift apart; plan it in plan.py, or set train.exact"
+                    )
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return copies of all weights and optimizer state on rank 0's CPU; a collective."""
@@ -250,8 +255,9 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
-            problem = "train.activation_checkpointing updates BatchNorm's statistics twice"
-            raise UserError(f"{problem}; turn it off")
+            raise UserError(
+                "train.activation_checkpointing updates BatchNorm's statistics twice; turn it off"
+            )
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:

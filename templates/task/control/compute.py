@@ -7,7 +7,7 @@ def compute(
     task = module("task").Task(config, torch.device("cpu"))
     numbers = [samples[index][0] for index in indices]
     experience = dataset.collect(model, numbers, 0, config)
-    observations, targets = next(dataset.minibatches(experience, 0, config))
+    ((observations, targets),) = next(dataset.minibatches(experience, 0, config))
     # Doubled outputs are those of another policy than the one that has acted.
     losses = task.losses(2 * model(observations), targets)
     weight = torch.tensor(float(task.weight(targets)))

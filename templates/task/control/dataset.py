@@ -206,11 +206,12 @@ def minibatches(
     experience: dict[str, Tensor],
     step: int,
     config: Config,
-) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield pairs (inputs, targets) for all updates of a step: observations, and all else.
+) -> Iterator[list[tuple[Tensor, dict[str, Tensor]]]]:
+    """Yield lists of micro-batches (inputs, targets), observations and all else, for each update.
 
-    A pair has some steps of every environment; each pass over the experience has each step once.
+    They have some steps of every environment; each pass over the experience has each step once.
     """
+    size = config.data.micro_batch_size or len(experience["observation"])
     count = config.dataset.minibatches
     for number in range(config.dataset.passes):
         # All ranks choose the same steps, because neither seed nor length depends on the rank.
@@ -219,9 +220,13 @@ def minibatches(
         order = torch.randperm(config.dataset.steps, generator=generator)
         for first in range(count):
             chosen = order[first::count]
-            targets = {name: values[:, chosen] for name, values in experience.items()}
-            observations = targets.pop("observation")
-            yield observations, targets
+            microbatches = []
+            for start in range(0, len(experience["observation"]), size):
+                targets = {}
+                for name, values in experience.items():
+                    targets[name] = values[start : start + size, chosen]
+                microbatches.append((targets.pop("observation"), targets))
+            yield microbatches
 
 
 @torch.no_grad()

@@ -2,9 +2,10 @@
 def measure(self) -> dict[str, np.ndarray]:
     """Return the metrics of this rank's episodes, and their ``index``."""
     collected: dict[str, list[Tensor]] = {}
-    for number, batch in enumerate(self.loader):  # Loaders draw, too: so all is seeded anew.
-        seed_everything(derive_seed(number, self.parallel.dp_rank), self.parallel.device)
+    for indices, batch in zip(self.batches, self.loader, strict=True):
+        seed_everything(int(indices[0]), self.parallel.device)
         numbers, _ = to_device(batch, self.parallel.device)
-        for name, values in self.task.play(self.parallel.predict, numbers).items():
+        measured = self.task.play(self.parallel.predict, numbers)
+        for name, values in {"index": indices, **measured}.items():
             collected.setdefault(name, []).append(values)
     return self.to_numpy(collected)

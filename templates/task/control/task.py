@@ -37,7 +37,7 @@ class Task:
         step: int,
         process: Process,
     ) -> Iterator[Any]:
-        """Let the policy act in environments, and yield batches to train it with; a collective.
+        """Let the policy act in environments, and yield lists of micro-batches; a collective.
 
         ``numbers`` are those of this rank's environments, and ``step`` steps came before.
         """
@@ -87,7 +87,7 @@ class Task:
         }
 
     def weight(self, targets: Any) -> int | Tensor:
-        """Return what the losses of a local batch are divided by: its number of steps."""
+        """Return what the losses of a micro-batch are divided by: its number of steps."""
         return targets["action"].numel()
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -1,1 +1,2 @@
-*"--data.global_batch_size 128 --model.width 16 --model.depth 2".split(),
+*"--data.global_batch_size 128 --data.micro_batch_size 32".split(),
+*"--model.width 16 --model.depth 2".split(),

@@ -21,11 +21,11 @@ class Task:
         """Build what the losses need, such as a teacher, which is then frozen in eval mode."""
 
     def augment(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return a local batch as it is trained on, such as mixed; evaluation skips this."""
+        """Return a micro-batch as it is trained on, such as mixed; evaluation skips this."""
         return inputs, targets
 
     def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return a local batch with what is computed for it once, such as a teacher's outputs."""
+        """Return a micro-batch with what is computed for it once, such as a teacher's outputs."""
         return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ class Task:
         return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
 
     def weight(self, targets: Any) -> int | Tensor:
-        """Return what a local batch's losses are divided by; as a tensor, it may differ by rank."""
+        """Return what a micro-batch's losses are divided by; it may differ by micro-batch."""
         return len(targets)
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:

@@ -35,11 +35,11 @@ class Task:
             self.peak_per_rank = 1e12 * peak * devices
 
     def augment(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return a local batch as it is trained on, such as mixed; evaluation skips this."""
+        """Return a micro-batch as it is trained on, such as mixed; evaluation skips this."""
         return inputs, targets
 
     def prepare(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return a local batch with what is computed for it once, such as a teacher's outputs."""
+        """Return a micro-batch with what is computed for it once, such as a teacher's outputs."""
         return inputs, targets
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class Task:
         return {"loss": loss}
 
     def weight(self, targets: Any) -> int | Tensor:
-        """Return what a local batch's losses are divided by; as a tensor, it may differ by rank."""
+        """Return what a micro-batch's losses are divided by; it may differ by micro-batch."""
         if self.description["end"] < 0:
             return targets.numel()
         return (targets != -100).sum()

@@ -148,8 +148,11 @@ def find_checkpoint(path: str) -> str:
     checkpoint = path
     if best_file.is_file():
         checkpoint = str(best_file.parent / best_file.read_text()[:99])  # A link leads to any text.
-    # A sharded checkpoint is a folder, as torch.distributed.checkpoint writes it.
-    if not Path(checkpoint).is_file() and not Path(checkpoint, ".metadata").is_file():
+    #:: if fact("shards") ::#
+    if Path(checkpoint, ".metadata").is_file():
+        return checkpoint  # A sharded one is a folder, as torch.distributed.checkpoint writes it.
+    #:: endif ::#
+    if not Path(checkpoint).is_file():
         raise UserError(
             f"--checkpoint is {path}, neither a checkpoint nor a run.dir with a best one"
         )
@@ -188,7 +191,12 @@ def check(subcommand: str, config: Config, options: Namespace) -> None:
         check_writable(config.run.dir)
 
 
-def run(subcommand: str, config: Config, options: Namespace, given: set[str]) -> None:
+def run(
+    subcommand: str,
+    config: Config,
+    options: Namespace,
+    given: set[str],
+) -> None:
     """Run a subcommand; ``given`` has the names of the options on the command line."""
     # PyTorch takes seconds to import, so nothing here is imported before the settings are checked.
     if subcommand == "export":
@@ -249,10 +257,7 @@ def main(argv: Sequence[str]) -> None:
     """Check the settings, and run one subcommand on this rank; ``--preflight`` only checks."""
     words = [word for word in argv if word != "--preflight"]
     # A checkpoint brings its own settings, which count unless they are given on the command line.
-    given = set()
-    for word in words:
-        if word.startswith("--"):
-            given.add(word[2:].split("=")[0])
+    given = {word[2:].split("=")[0] for word in words if word.startswith("--")}
     try:
         subcommand, config, options = parse(words)
         check(subcommand, config, options)
@@ -266,7 +271,10 @@ def main(argv: Sequence[str]) -> None:
             sys.exit(meet())
         #:: endif ::#
     except MISTAKES as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)  # Some have several lines.
+        message = " ".join(str(error).split())  # Some have several lines.
+        if "train.microbatches" in message:
+            message += "; version 2 has data.micro_batch_size instead"
+        print("error:", message, file=sys.stderr)
         sys.exit(2)
 
 

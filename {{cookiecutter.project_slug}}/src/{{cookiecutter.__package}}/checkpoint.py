@@ -63,8 +63,9 @@ class Checkpointer:
         checkpoints = files.list_checkpoints(self.folder)
         resume = self.config.checkpoint.resume
         if checkpoints and resume == "never":
-            conflict = f"checkpoint.resume is never, but there is {checkpoints[-1]}"
-            raise UserError(f"{conflict}; give another run.dir")
+            raise UserError(
+                f"checkpoint.resume is never, but there is {checkpoints[-1]}; give another run.dir"
+            )
         for path in reversed(checkpoints):  # A PATH in checkpoint.resume comes last.
             try:
                 return self.read(path)
@@ -78,8 +79,9 @@ class Checkpointer:
             content = self.read(Path(resume))
             if "progress" in content:
                 return content
-            problem = f"checkpoint.resume is {resume}, which holds no run"
-            raise UserError(f"{problem}; give weights as model.weights")
+            raise UserError(
+                f"checkpoint.resume is {resume}, which holds no run; give weights as model.weights"
+            )
         if self.config.model.weights is not None:
             return {"model": files.read_weights(Path(self.config.model.weights))}
         return {}
@@ -139,8 +141,10 @@ class Checkpointer:
                 if json.dumps(value) == json.dumps(saved_value) or name in ignored:
                     continue
                 if section in fixed_sections or name in fixed_settings:
-                    problem = f"{name} is {value}, and {saved_value} in the checkpoint"
-                    raise UserError(f"{problem}; give that, or another run.dir")
+                    raise UserError(
+                        f"{name} is {value}, and {saved_value} in the checkpoint; "
+                        "give that, or another run.dir"
+                    )
                 changes.append(f"{name} from {saved_value} to {value}")
         return changes
 
@@ -159,8 +163,10 @@ class Checkpointer:
         for name, parameter in self.parallel.module.named_parameters():
             if parameter.requires_grad and parameter not in self.trained_parameters:
                 # A resumed run would not train it, because it builds its optimizer at the start.
-                problem = f"{name} is trained, but the optimizer lacked it at the start"
-                raise UserError(f"step {progress['step']} is not saved: {problem}")
+                raise UserError(
+                    f"step {progress['step']} is not saved: "
+                    f"{name} is trained, but the optimizer lacked it at the start"
+                )
             if parameter.requires_grad and not parameter.sum().isfinite():
                 raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
         self.parallel.average_buffers()

@@ -1,6 +1,7 @@
 """Settings, whose docstrings ``--help`` shows; without PyTorch, so that a mistake shows at once."""
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -33,6 +34,9 @@ class DataConfig:
 
     global_batch_size: PositiveInt = 64
     """Number of samples per optimizer step, over all ranks together."""
+    micro_batch_size: PositiveInt | None = None
+    """Number of samples per forward pass of training; null: the local batch of the first start."""
+    num_microbatches = 1  # This is no setting: divide_batch() sets how many a global batch has.
     eval_batch_size: PositiveInt = 256
     """Number of samples per forward pass of evaluation, on each rank."""
     num_workers: Annotated[int, 0, 1024] = 0
@@ -71,8 +75,6 @@ class TrainConfig:
     """Number of passes over the training set."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps; the schedule does not change, so that a later run can resume."""
-    microbatches: PositiveInt = 1
-    """Number of parts that a rank splits its local batch into, to save memory."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward and backward passes. Weights stay in fp32; fp16 scales the loss."""
     exact: bool = True
@@ -165,14 +167,28 @@ class Config:
         for settings in vars(self).values():
             if hasattr(settings, "check"):
                 settings.check(self, world_size)
-        # Every local batch has an equal part of the samples, and so has each of its micro-batches.
+        # Every local batch has an equal number of micro-batches.
         batch_size = self.data.global_batch_size
-        divisor = self.parallel.dp_size(world_size) * self.train.microbatches
+        divisor = self.parallel.dp_size(world_size) * (self.data.micro_batch_size or 1)
         if trains and batch_size % divisor:
             raise UserError(
                 f"data.global_batch_size is {batch_size}; "
-                f"{divisor} (local batches x micro-batches) must divide it"
+                f"{divisor} (local batches x data.micro_batch_size) must divide it"
             )
+
+    def divide_batch(self, content: Any, world_size: int) -> None:
+        """Set the number of micro-batches, and their size to that of the first start if it is null.
+
+        The first start's size is in the ``content`` of the checkpoint that a run resumes from.
+        """
+        saved = content.get("config") or asdict(self)
+        local_batch_size = self.data.global_batch_size // self.parallel.dp_size(world_size)
+        # Checkpoints of version 1 have the number of a rank's micro-batches instead.
+        first_size = local_batch_size // saved["train"].get("microbatches", 1)
+        size = self.data.micro_batch_size or saved["data"].get("micro_batch_size") or first_size
+        # On more ranks, a local batch may be smaller than a micro-batch of the first start.
+        self.data.micro_batch_size = math.gcd(size, local_batch_size)
+        self.data.num_microbatches = self.data.global_batch_size // self.data.micro_batch_size
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:

@@ -12,9 +12,8 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from hashlib import blake2b
 from typing import Any, NoReturn
 
@@ -42,7 +41,7 @@ class Process:
     cpu_group: Any = None  # A gloo group of all ranks, whose messages do not wait for the device.
     num_calls: int = 0  # The number of calls of on_main, the same on all ranks.
     # A thread writes checkpoints while training continues. A failed run waits for it, too.
-    writer: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, max_workers=1))
+    writer = ThreadPoolExecutor(max_workers=1)
 
     def on_main(self, action: Callable[[], Any]) -> Any:
         """Read or write files on rank 0; all ranks get the result, by JSON, or an error."""

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .config import Config, UserError
-from .distributed import Process, derive_seed, seed_everything
+from .distributed import Process, seed_everything
 from .experiment import load_experiment
 from .loader import build_loader, to_device
 from .parallel import Parallel
@@ -26,13 +25,14 @@ class Evaluator:
         self.task = task
         self.parallel = parallel
         self.num_samples = len(dataset)
-        self.indices = range(parallel.dp_rank, self.num_samples, parallel.dp_size)
-        # All ranks run equally many batches, as forward may be a collective: some repeat sample 0.
-        samples_per_rank = math.ceil(self.num_samples / parallel.dp_size)
-        padding = [0] * (samples_per_rank - len(self.indices))
-        self.keys = [(0, index) for index in (*self.indices, *padding)]  # (epoch, index)
-        batch_size = config.data.eval_batch_size
-        self.loader = build_loader(dataset, self.keys, batch_size, config, parallel.device)
+        batches = torch.arange(self.num_samples).split(config.data.eval_batch_size)
+        # All ranks run equally many batches, as forward may be a collective: some repeat one.
+        end = math.ceil(len(batches) / parallel.dp_size) * parallel.dp_size
+        turns = range(parallel.dp_rank, end, parallel.dp_size)
+        self.batches = [batches[turn % len(batches)] for turn in turns]
+        # The key of a sample is (epoch, index).
+        keys = [[(0, index) for index in batch.tolist()] for batch in self.batches]
+        self.loader = build_loader(dataset, keys, config, parallel.device)
 
     def __call__(self, process: Process) -> dict[str, Any]:
         """Return on rank 0 what ``Task.aggregate`` makes of all samples; {} on the other ranks."""
@@ -44,9 +44,8 @@ class Evaluator:
         measured = self.measure()
         for module in training_modules:
             module.training = True
-        parts: Any = [None] * process.world_size if process.rank == 0 else None
-        dist.gather_object(measured, parts, group=process.cpu_group)
-        return {} if parts is None else self.aggregate(parts)
+        parts = process.all_gather(measured)
+        return self.aggregate(parts) if process.rank == 0 else {}
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#
@@ -57,8 +56,9 @@ class Evaluator:
     def measure(self) -> Metrics:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
         collected: dict[str, list[Tensor]] = {}
-        for number, batch in enumerate(self.loader):  # Loaders draw, too: so all is seeded anew.
-            seed_everything(derive_seed(number, self.parallel.dp_rank), self.parallel.device)
+        for indices, batch in zip(self.batches, self.loader, strict=True):
+            # Loaders draw, too: so all is seeded anew, in the same way on any number of ranks.
+            seed_everything(int(indices[0]), self.parallel.device)
             inputs, targets = to_device(batch, self.parallel.device)
             inputs, targets = self.task.prepare(inputs, targets)
             outputs = self.parallel.predict(inputs)
@@ -67,7 +67,7 @@ class Evaluator:
             measured: Any = self.task.metrics(outputs, targets)
             if not isinstance(measured, dict) or "index" in measured:
                 raise UserError("Task.metrics returns no dictionary, or a metric named index")
-            for name, values in measured.items():
+            for name, values in {"index": indices, **measured}.items():
                 # A loader process's tensor keeps a file open, so a copy is kept. NumPy has no bf16.
                 copy = values.float() if values.dtype == torch.bfloat16 else values.clone()
                 collected.setdefault(name, []).append(torch.atleast_1d(copy))
@@ -75,24 +75,24 @@ class Evaluator:
     #:: endif ::#
 
     def to_numpy(self, collected: dict[str, list[Tensor]]) -> Metrics:
-        """Join the batches' metrics, and drop those of repeated samples."""
-        count = len(self.indices) if collected else 0
-        metrics = {"index": np.array(self.indices[:count], dtype=np.int64)}
+        """Join the batches' metrics."""
+        metrics = {}
         for name, batches in collected.items():
-            values = torch.cat(batches)
-            if len(values) != len(self.keys):
+            metrics[name] = torch.cat(batches).cpu().numpy()
+            if len(metrics[name]) != len(metrics["index"]):
                 raise UserError(f"Task.metrics has to return one value of {name} for each sample")
-            metrics[name] = values[:count].cpu().numpy()
         return metrics
 
     def aggregate(self, parts: list[Metrics]) -> dict[str, Any]:
         """Merge the metrics of all ranks, and aggregate them."""
-        parts = [part for part in parts if len(part["index"]) > 0]
-        # Sums of floats depend on their order; the dataset's is the same on any number of ranks.
-        order = np.argsort(np.concatenate([part["index"] for part in parts]))
+        parts = [part for part in parts if part]
         merged = {}
         for name in parts[0]:
-            merged[name] = np.concatenate([part[name] for part in parts])[order]
+            merged[name] = np.concatenate([part[name] for part in parts])
+        # Sums of floats depend on their order; the dataset's is the same on any number of ranks.
+        # This also drops all but one copy of a sample whose batch is repeated.
+        order = np.unique(merged["index"], return_index=True)[1]
+        merged = {name: values[order] for name, values in merged.items()}
         aggregated = self.task.aggregate(merged)
         # JSON knows neither the numbers of NumPy and PyTorch, nor those that are not finite.
         try:

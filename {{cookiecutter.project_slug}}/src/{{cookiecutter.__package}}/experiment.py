@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
 
 from .checkpoint import read_on_main
 from .config import Config, UserError
@@ -30,16 +29,14 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
 
 def check_datasets(datasets: Any, process: Process) -> None:
     """Reject all but three sets whose lengths agree on all ranks."""
-    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
-        page = "docs/recipes/stream.md of ddp-template"
-        raise UserError(f"an IterableDataset has no length; see {page}")
     lengths = [len(dataset) for dataset in datasets]
     lengths_of_ranks = process.all_gather(lengths)
-    are_equal = all(others == lengths for others in lengths_of_ranks)
-    are_filled = len(lengths) == 3 and min(lengths) > 0
-    if not are_equal or not are_filled:
-        problem = f"the datasets have {lengths_of_ranks} samples"
-        raise UserError(f"{problem}; return three, none empty, equal on all ranks")
+    are_equal = lengths_of_ranks == [lengths] * process.world_size
+    if not are_equal or len(lengths) != 3 or 0 in lengths:
+        raise UserError(
+            f"the datasets have {lengths_of_ranks} samples; "
+            "return three, none empty, equal on all ranks"
+        )
 
 
 def build_task(config: Config, device: torch.device) -> Task:

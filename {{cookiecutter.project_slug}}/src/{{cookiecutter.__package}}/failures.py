@@ -28,11 +28,14 @@ MISTAKE_PHRASES = (
     "have NCCL",  # This build of PyTorch has no such backend.
     "no GPUs found",  # NCCL needs one.
     "sparse tensors",  # Only dense tensors are averaged.
-    "have sparse gradient",
+    "sparse gradient",
+    "from the 'Sparse",
     "'closure'",  # An optimizer, such as LBFGS, wants to call the model itself.
     "require placement changes",  # An optimizer, such as Adafactor, cannot update shards.
     "distribute leaf tensors",  # A layer computes its weight, as under weight_norm.
     "non-empty tensor",  # A parameter without numbers cannot be sharded.
+    " pickle ",  # Loader processes need a copy of the dataset.
+    "has no len()",  # An IterableDataset has no samples to share among ranks.
 )
 REPORT_SECONDS = 3.0  # Ranks whose wait times out do so within this time of each other.
 

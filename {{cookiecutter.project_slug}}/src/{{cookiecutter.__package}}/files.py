@@ -1,12 +1,9 @@
 """Files: read without running code, written completely or not at all, and locked for one run."""
 
 import fcntl
-import json
 import os
-import pickle
 import re
 import shutil
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -17,55 +14,20 @@ from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from .config import UserError
 
 Content = dict[str, Any]  # What a file holds by name: a checkpoint or a part of one, or weights.
-INDEX_NAMES = {  # What a sharded checkpoint's index is made of, by module.
-    "pathlib": "PosixPath",
-    "pathlib._local": "PosixPath",
-    "torch": "Size",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
-    "TensorStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
-}
-
-
-class IndexUnpickler(pickle.Unpickler):
-    """Reads a sharded checkpoint's index, a pickle, which could otherwise run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "_get_layout":
-            return lambda _: torch.strided  # PyTorch's function could return what a pickle gave it.
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in INDEX_NAMES.get(module, "").split():
-            raise PermissionError(f"{module}.{name} in a checkpoint's index might run code")
-        return super().find_class(module, name)
-
-
-def read_index(path: Path) -> Any:
-    """Return a sharded checkpoint's index; run this before PyTorch, which trusts any pickle."""
-    index_files = list(path.glob("*.metadata"))  # PyTorch falls back to others with such names.
-    if index_files != [path / ".metadata"]:
-        raise ValueError("it has no index, or several")
-    with open(index_files[0], "rb") as file:
-        return IndexUnpickler(file).load()
 
 
 def read(path: Path) -> Content:
     """Read a checkpoint, or a file of weights, to the CPU; raises UserError if it is damaged."""
     try:
         if path.is_dir():
-            read_index(path)
-            # PyTorch's public way to read all shards in one process is to convert them to a file.
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                full_path = Path(folder, "full.pt")
-                dcp_to_torch_save(path, full_path)
-                content = torch.load(full_path, map_location="cpu", weights_only=True)
-            header = json.loads((path / "header.json").read_text())
-            return content | header
+            raise OSError(
+                f"{path} is sharded; this makes it a file of weights: "
+                f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE"
+            )
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         # A checkpoint is a zip archive with checksums, which torch.load does not verify.
@@ -78,9 +40,6 @@ def read(path: Path) -> Content:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise  # The disk failed, and the file may be intact: it must not be set aside as damaged.
-    except CheckpointException:
-        # CheckpointException is a BaseException, so `except Exception` would not catch it.
-        reason = "a part of it is damaged or missing"
     except zipfile.BadZipFile:
         reason = "it is no zip archive; if PyTorch before 1.6 wrote it, load and save it again"
     except Exception as error:
@@ -166,5 +125,6 @@ def lock_run_dir(run_dir: Path) -> None:
         raise UserError(f"{run_dir} is in use by another run; wait, or give another") from None
     except OSError as error:
         # Some network file systems have no locks. The run continues without this protection.
-        problem = f"{run_dir} cannot be locked ({error.strerror})"
-        getLogger(__name__).warning(f"{problem}; let no other run use it")
+        getLogger(__name__).warning(
+            f"{run_dir} cannot be locked ({error.strerror}); let no other run use it"
+        )

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class Logger:
                 self.evaluations[record["step"]] = record
         ranks = f"{process.world_size} rank(s), {process.device}"
         self.print(
-            f"{self.run_dir}: step {step} of {total_steps} on {ranks}; "
-            f"train.precision {config.train.precision}, train.exact {config.train.exact}"
+            f"{self.run_dir}: step {step} of {total_steps} on {ranks}, in micro-batches of "
+            f"{config.data.micro_batch_size}; train.precision {config.train.precision}"
         )
         for change in changes:
             self.print(f"changed: {change}")
@@ -61,9 +61,8 @@ class Logger:
             return
         record: Record = {}
         for part in parts:
-            repeated = sorted(record.keys() & part.keys())
-            if repeated:
-                raise UserError(f"two numbers of one name, {repeated[0]}; rename that of task.py")
+            if record.keys() & part.keys():
+                raise UserError(f"two of these have one name: {[*record, *part]}; rename task.py's")
             record.update(part)
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
@@ -75,16 +74,11 @@ class Logger:
         #:: endif ::#
 
     def format_record(self, record: Record) -> str:
-        """Return a record as the line to print, with all its floats and the estimated time left."""
-        step = record["step"]
-        line = f"{record['event']:5}  step {step}/{self.total_steps}"
+        """Return a record as the line to print, with all its floats."""
+        line = f"{record['event']:5}  step {record['step']}/{self.total_steps}"
         for name, value in record.items():
             if isinstance(value, float):
                 line += f"  {name} {value:.5g}"
-        # Only records of training have seconds_per_step, and after the last step nothing is left.
-        seconds_left = (self.total_steps - step) * record.get("seconds_per_step", 0)
-        if seconds_left > 0:
-            line += f"  {timedelta(seconds=round(seconds_left))} left"
         return line
 
     def print(self, text: str) -> None:

@@ -11,7 +11,7 @@ from .config import OptimConfig
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build a fused AdamW; matrices and kernels decay, biases and normalization weights do not."""
+    """Build AdamW; matrices and kernels decay, biases and weights of normalization do not."""
     members: dict[Any, list[nn.Parameter]] = defaultdict(list)
     members[0.0, None] = []  # An optimizer needs a group, but all parameters may be frozen.
     for parameter in module.parameters():
@@ -23,7 +23,15 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     groups: list[dict[str, Any]] = []
     for (weight_decay, _), parameters in members.items():
         groups.append({"params": parameters, "weight_decay": weight_decay})
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    # On a CPU, the fused kernel rounds the last numbers of a tensor in another way, and shards of a
+    # tensor end elsewhere.
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=not all(parameter.is_cpu for parameter in module.parameters()),
+    )
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:

@@ -25,10 +25,6 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
         for (event, color, _), points in panels[name].items():
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, ".--" if event == "eval" else "-", color=color)
-        # On a linear axis, small values would look like 0 where values span powers of ten.
-        lowest, highest = axes.dataLim.intervaly
-        if lowest > 0 and highest > 100 * lowest:
-            axes.set_yscale("log")
     samples = [Line2D([], [], color=f"C{index}") for index in range(len(run_dirs))]
     figure.legend(samples, run_dirs, loc="outside upper left")
     figure.savefig(output)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import fmean
 from typing import Any
 
@@ -28,40 +28,38 @@ class Trainer:
         self.stop_signal = StopSignal(process)
         # The run directory is locked, and its newest checkpoint read, before the model is built.
         self.checkpointer = Parallel.checkpointer(config, process)
+        config.divide_batch(self.checkpointer.initial_content, process.world_size)
         self.task, self.parallel, datasets = build_experiment(config, process)
         train_set, validation_set, _ = datasets
-        dp_size = self.parallel.dp_size
-        batch_size = config.data.global_batch_size
-        self.sampler = TrainSampler(
-            len(train_set), self.parallel.dp_rank, dp_size, batch_size, config.run.seed
-        )
-        local_batch_size = batch_size // dp_size
-        self.loader = build_loader(
-            train_set, self.sampler, local_batch_size, config, process.device
-        )
-        self.losses = MeanLosses(self.task, process, local_batch_size)
+        self.sampler = TrainSampler(len(train_set), self.parallel.microbatches, config)
+        self.loader = build_loader(train_set, self.sampler, config, process.device)
+        self.losses = MeanLosses(self.task, self.parallel, config.data.num_microbatches)
         self.task_state = ""
         self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
         # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
         self.total_steps = min(self.scheduled_steps, config.train.max_steps or self.scheduled_steps)
-        self.optimizer = build_optimizer(self.parallel.module, config.optim)
-        set_sizes = [len(dataset) for dataset in datasets]
+        module = self.parallel.module
+        self.optimizer = build_optimizer(module, config.optim)
         # The number of steps that the run has taken, in all its starts.
-        self.step, changes = self.checkpointer.restore(self.parallel, self.optimizer, set_sizes)
+        self.step, changes = self.checkpointer.restore(
+            self.parallel, self.optimizer, [*map(len, datasets)]
+        )
         self.logger = Logger(config, process, self.step, self.total_steps, changes)
+        if config.train.exact:
+            if "SyncBatchNorm" in str(module):
+                raise UserError("SyncBatchNorm adds up in any order; turn train.exact off")
+            if not self.parallel.is_tree or "running_mean" in str(module.state_dict().keys()):
+                self.logger.print("the last bits depend on the number of ranks: see the README")
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped the run."""
         self.evaluate_if_missing()
         stopped = False
         self.start_period()
-        step_end = time.perf_counter()
         with profile_steps(self.config, self.process) as profiler:
             for batch in self.batches():
-                self.data_seconds += time.perf_counter() - step_end
-                # Nothing else refers to the copy on the device: its memory is free after the step.
-                self.unlogged_steps.append(self.train_step(*to_device(batch, self.process.device)))
+                self.unlogged_steps.append(self.train_step(batch))
                 self.step += 1
                 if profiler:
                     profiler.step()
@@ -83,7 +81,6 @@ class Trainer:
                     self.checkpointer.prune(self.logger.best_steps(self.task))
                 if log_is_due:
                     self.start_period()
-                step_end = time.perf_counter()
         # The last checkpoint may still have been written when the loop called prune().
         self.checkpointer.wait_for_writers(raises=True)
         self.checkpointer.prune(self.logger.best_steps(self.task))
@@ -99,19 +96,21 @@ class Trainer:
     #:: include "task/" ~ cookiecutter.task ~ "/step.py" ::#
     #:: endfilter ::#
 
-    def update(self, inputs: Any, targets: Any) -> dict[str, Any]:
+    def update(self, microbatches: list[Any], purpose: str) -> Step:
         """Take one optimizer step; returns its losses and gradient norm, still on the device."""
     #:: else ::#
-    def train_step(self, inputs: Any, targets: Any) -> Step:
-        """Take one step with a local batch; returns its losses and gradient norm, on the device."""
-        # Dropout draws other numbers in each step and local batch, and the same after a resume.
-        step_seed = derive_seed(self.config.run.seed, "step", self.step, self.parallel.dp_rank)
-        seed_everything(step_seed, self.process.device)
-        inputs, targets = self.task.augment(inputs, targets)
-        inputs, targets = self.task.prepare(inputs, targets)
+    def train_step(self, batch: Iterable[Any]) -> Step:
+        """Take one step with micro-batches; returns its losses and gradient norm, on the device."""
+        microbatches = []
+        for microbatch in self.seeded("prepare", batch):
+            inputs, targets = to_device(microbatch, self.process.device)
+            inputs, targets = self.task.augment(inputs, targets)
+            microbatches.append(self.task.prepare(inputs, targets))
     #:: endif ::#
-        self.losses.set_denominator(targets)
-        self.parallel.forward_backward(inputs, targets, self.losses.mean_loss)
+        # The weight of the global batch is known only when all of its targets are prepared.
+        self.losses.set_weight(microbatches)
+        forward = self.seeded("forward", microbatches)
+        self.parallel.forward_backward(forward, self.losses.mean_loss)
         self.check_gradients()
         set_learning_rate(self.optimizer, self.step, self.scheduled_steps, self.config.optim)
         # The scaler does nothing but under fp16, where gradients are scaled until they are clipped.
@@ -121,16 +120,26 @@ class Trainer:
         scaler.step(self.optimizer)
         scaler.update()
         self.optimizer.zero_grad()
-        if not self.losses.sums:
-            return {}  # Under some strategies, only some ranks compute losses.
-        return {**self.losses.sums, "grad_norm": grad_norm}
+        return [{**part, "grad_norm": grad_norm} for part in self.losses.parts]
+
+    def seeded(self, purpose: str, microbatches: Iterable[Any]) -> Iterator[Any]:
+        """Yield micro-batches, each when its random numbers are seeded.
+
+        They depend on its number in the global batch, and not on the rank that computes it.
+        """
+        for number, microbatch in zip(self.parallel.microbatches, microbatches, strict=True):
+            seed = derive_seed(self.config.run.seed, purpose, self.step, number)
+            seed_everything(seed, self.process.device)
+            yield microbatch
 
     def batches(self) -> Iterator[Any]:
-        """Yield this rank's local batches from the current step to the last one."""
+        """Yield this rank's micro-batches of each step, from the current step to the last one."""
         while self.step < self.total_steps:
             epoch, consumed_samples = self.sampler.position(self.step)
             self.sampler.set_epoch(epoch, consumed_samples)
-            for batch in self.loader:
+            # zip takes one micro-batch after the other from the same iterator.
+            iterators = [iter(self.loader)] * len(self.parallel.microbatches)
+            for batch in zip(*iterators, strict=True):
                 yield batch
                 if self.step == self.total_steps:
                     return
@@ -142,8 +151,10 @@ class Trainer:
         if missing and not self.config.train.allow_unused:
             names = self.parallel.module.named_parameters()
             unused = [name for name, parameter in names if parameter in missing]
-            problem = f"the loss does not depend on {unused[:5]}"
-            raise UserError(f"{problem}; use or freeze them, or set train.allow_unused")
+            raise UserError(
+                f"the loss does not depend on {unused[:5]} in each micro-batch; "
+                "use or freeze them, or set train.allow_unused"
+            )
 
     def is_due(self, every: int | None) -> bool:
         """Return whether the last step, or one that ``every`` divides, has been taken."""
@@ -154,7 +165,6 @@ class Trainer:
     def start_period(self) -> None:
         """Start to measure the steps that the next record is about."""
         self.unlogged_steps: list[Step] = []
-        self.data_seconds = 0.0
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
@@ -173,7 +183,6 @@ class Trainer:
             "lr": self.optimizer.param_groups[0]["lr"],
             "samples_per_second": samples_per_second,
             "seconds_per_step": seconds / len(steps),
-            "data_share": self.data_seconds / seconds,
         }
         if self.process.device.type == "cuda":
             speed["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
@@ -185,7 +194,7 @@ class Trainer:
             raise UserError("Task changes in training; let buffers of the model hold its state")
         self.task_state = task_state
 
-    def check_finite(self, steps: list[Step]) -> None:
+    def check_finite(self, steps: list[dict[str, float]]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
         scaler = self.parallel.scaler
         # The scaler skips a step that overflows, and halves its scale. Below 1, more is wrong.
@@ -197,17 +206,16 @@ class Trainer:
                     continue
                 if name == "grad_norm" and overflow_is_skipped:
                     continue
-                advice = "lower optim.lr, or look at its data and weight"
-                raise UserError(f"step {step} has {numbers}; {advice}")
+                raise UserError(
+                    f"step {step} has {numbers}; lower optim.lr, or look at its data and weight"
+                )
 
     def save(self) -> None:
-        """Save a checkpoint, and print how long the copy took; a thread writes it."""
-        start = time.perf_counter()
+        """Save a checkpoint: this copies the state, and a thread writes the copy."""
         epoch, consumed_samples = self.sampler.position(self.step)
         progress = {"step": self.step, "epoch": epoch, "samples": consumed_samples}
         path = self.checkpointer.save(progress)
-        seconds = time.perf_counter() - start
-        self.logger.print(f"save   step {self.step}/{self.total_steps}  {path}  {seconds:.4f} s")
+        self.logger.print(f"save   step {self.step}/{self.total_steps}  {path}")
 
     def evaluate_if_missing(self) -> None:
         """Evaluate the step that a run resumes from, if it ended before it could do so."""

@@ -1,0 +1,143 @@
+"""With one micro-batch size, a run has the same bits on any number of ranks: weights, moments, records, also after kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Bake, edit, launch, started, wait_until
+
+pytestmark = pytest.mark.long
+
+STEPS = 12
+SIZES = ["--model.width", "8", "--model.depth", "1"]
+WORDS = {
+    "digits": [*"--data.global_batch_size 64 --data.micro_batch_size 8".split(), *SIZES],
+    "language": [
+        *"--data.global_batch_size 16 --data.micro_batch_size 2 --model.width 32 --model.layers 2".split(),
+        *f"--model.heads 4 --model.context 32 --dataset.path {json.__file__}".split(),
+        *"--dataset.max_bytes 12000 --dataset.test_bytes 2000".split(),
+    ],
+}
+COMMON = [
+    *f"train --train.max_steps {STEPS} --train.log_every 1 --train.eval_every 4 --checkpoint.every_steps 2".split(),
+    *"--data.eval_batch_size 50 --train.clip_grad_norm 0.1 --optim.lr 4e-3 --distributed.device cpu".split(),
+]
+MEASURED = ("samples_per_second", "seconds_per_step", "tokens_per_second")
+# Experiments whose random numbers, weights or unused layers would depend on ranks.
+HEAD = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
+POOLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
+TASK = ("task.py", "        return inputs, targets\n\n    def prepare(")
+LOSS = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}\n')
+WEIGHT = ("task.py", "        return len(targets)\n")
+DROPS = "        return self.linear(nn.functional.dropout(features.mean(dim=(2, 3)), 0.3, self.training))\n"
+MIXES = (
+    "        share = torch.distributions.Beta(0.4, 0.4).sample()\n"
+    "        return inputs * share + inputs.roll(1, 0) * (1 - share), targets\n\n    def prepare("
+)
+WEIGHS = "        loss = (F.cross_entropy(outputs.float(), targets, reduction='none') * (0.1 + targets)).sum()\n"
+# A layer that a micro-batch has only if its first label is even.
+SOMETIMES = "        features = features.mean(dim=(2, 3))\n        if int(features[0].sum() * 1e4) % 2:\n"
+SOMETIMES += "            features = features + self.extra(features)\n        return self.linear(features)\n"
+EXPERIMENTS: dict[str, tuple[Any, list[str]]] = {
+    "dropout": ({POOLED: DROPS}, []),
+    "mixup": ({TASK: MIXES}, []),
+    "weights": (
+        {LOSS: WEIGHS + '        return {"loss": loss, "second": loss.detach() / 3}\n', WEIGHT: "        return (0.1 + targets).sum()\n"},
+        ["--data.num_workers", "1"],
+    ),
+    "partly unused": (
+        {HEAD: HEAD[1] + "        self.extra = nn.Linear(width, width)\n", POOLED: SOMETIMES},
+        ["--train.allow_unused", "true"],
+    ),
+}
+
+
+def result(run: Path) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """Return all tensors of a run's last checkpoint in one order, and its records without what was measured."""
+    content = torch.load(sorted((run / "checkpoints").glob("step-*.pt"))[-1], weights_only=True)
+    tensors = [*content["model"].values()]
+    for _, state in sorted(content["optimizer"]["state"].items()):
+        tensors += [value for _, value in sorted(state.items())]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return tensors, [{key: value for key, value in each.items() if key not in MEASURED} for each in records]
+
+
+def assert_same_bits(ours: Path, theirs: Path) -> None:
+    """Assert that two runs have bitwise the same weights, moments and records; prints how many numbers there are."""
+    (our_tensors, our_records), (their_tensors, their_records) = result(ours), result(theirs)
+    differ = sum(int((a != b).sum()) for a, b in zip(our_tensors, their_tensors, strict=True))
+    print(f"BITS {ours.name}: {differ} of {sum(each.numel() for each in our_tensors)} numbers differ from {theirs.name}")
+    assert differ == 0 and our_records == their_records
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("task", WORDS)
+def test_strategies_and_ranks_give_the_same_bits(bake: Bake, tmp_path: Path, task: str, precision: str) -> None:
+    first = None
+    for parallelism in ("ddp", "model_parallel", "fsdp"):
+        project = bake(parallelism, parallelism=parallelism, task=task)
+        for nproc in (1, 2, 4, 8):
+            run = tmp_path / f"{parallelism} {task} {precision} {nproc}"
+            words = [*COMMON, *WORDS[task], "--train.precision", precision, "--run.dir", run]
+            launch(project, *words, nproc=nproc)
+            first = first or run
+            assert_same_bits(run, first)
+        if precision != "fp32":
+            first = None  # Autocast and the mixed precision of FSDP are different computations.
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_layouts_of_one_micro_batch_size_have_the_same_bits(
+    bake: Bake, tmp_path: Path, parallelism: str, name: str
+) -> None:
+    changes, words = EXPERIMENTS[name]
+    if (parallelism, name) == ("fsdp", "partly unused"):
+        pytest.skip("FSDP refuses what only some ranks use")
+    project = bake(parallelism=parallelism)
+    edit(project, changes)
+    for nproc in (1, 2, 4):
+        run = tmp_path / f"{parallelism} {name} {nproc}"
+        launch(project, *COMMON, *WORDS["digits"], *words, "--run.dir", run, nproc=nproc)
+        assert_same_bits(run, tmp_path / f"{parallelism} {name} 1")
+
+
+def test_six_micro_batches_have_the_same_bits_on_1_3_and_6_ranks(bake: Bake, tmp_path: Path) -> None:
+    project = bake()
+    for nproc in (1, 3, 6):
+        words = [*COMMON, *WORDS["digits"], "--data.global_batch_size", "48", "--run.dir", tmp_path / f"six {nproc}"]
+        launch(project, *words, nproc=nproc)
+        assert_same_bits(tmp_path / f"six {nproc}", tmp_path / "six 1")
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_a_run_that_is_killed_and_changes_its_ranks_has_the_same_bits(
+    bake: Bake, tmp_path: Path, parallelism: str
+) -> None:
+    project, run, whole = bake(parallelism=parallelism), tmp_path / "killed", tmp_path / "whole"
+    launch(project, *COMMON, *WORDS["digits"], "--run.dir", whole, nproc=1)
+    records = run / "metrics.jsonl"
+    for nproc, step in ((4, 3), (2, 7)):
+        words = [project / "scripts/launch.sh", *COMMON, *WORDS["digits"], "--run.dir", run]
+        with started(*words, cwd=project, NPROC=str(nproc)) as launcher:
+            wait_until(lambda: records.exists() and f'"step": {step},' in records.read_text(), f"step {step}")  # noqa: B023
+            os.kill(launcher.pid, signal.SIGKILL)
+    launch(project, *COMMON, *WORDS["digits"], "--run.dir", run, nproc=8)
+    assert_same_bits(run, whole)
+
+
+def test_steps_of_a_run_on_8_ranks_are_replayed_by_one_process(bake: Bake, tmp_path: Path) -> None:
+    project, run, replay = bake(), tmp_path / "run", tmp_path / "replay"
+    launch(project, *COMMON, *WORDS["digits"], "--checkpoint.keep", "9", "--run.dir", run, nproc=8)
+    resume = ["--checkpoint.resume", run / "checkpoints/step-00000004.pt", "--run.dir", replay]
+    # The checkpoint brings the size of micro-batches.
+    launch(project, *COMMON, *SIZES, "--data.global_batch_size", "64", *resume, nproc=1)
+    assert [each for each in result(run)[1] if each["step"] > 4] == [each for each in result(replay)[1] if each["step"] > 4]
+    for ours, theirs in zip(result(replay)[0], result(run)[0], strict=True):
+        assert torch.equal(ours, theirs)
