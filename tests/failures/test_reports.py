@@ -36,6 +36,13 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.long
 
 Changes = dict[tuple[str, str], str]
+
+
+def weekly(*values: Any) -> list[Any]:
+    """Return parameters of a test whose other cases show the same earlier."""
+    return [pytest.param(value, marks=pytest.mark.weekly) for value in values]
+
+
 SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()
 WORKERS = ["--data.num_workers", "1"]
 # Lines of the default project.
@@ -76,7 +83,7 @@ def add(line: tuple[str, str], text: str) -> Changes:
     return {line: line[1] + text}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["SIGKILL", *weekly(*(each for each in FAULTS if each != "SIGKILL"))])
 def test_a_failure_of_many_ranks_is_short(bake: Bake, fault: str) -> None:
     lines, requests, most = measure(bake(), 8, fault)
     assert 0 < lines <= 10 + (fault == "error") * 25  # A traceback.
@@ -174,7 +181,7 @@ BATCH_NORM = {STEM: "        self.norm = nn.BatchNorm2d(width)\n"}
     ("parallelism", "changes", "words", "named"),
     [
         ("ddp", LAMBDA, WORKERS, "pickle local object 'Digits.__init__.<locals>.<lambda>'"),
-        ("ddp", add(LOADED, "        self.file = open(__file__)\n"), WORKERS, "cannot pickle '_io.TextIOWrapper' object"),
+        ("ddp", add(LOADED, "        self.file = open(__file__)\n"), WORKERS, "cannot pickle '_io.TextIOWrapper'"),
         ("ddp", BATCH_NORM, ["--train.activation_checkpointing", "true"], "BatchNorm"),
         *((strategy, EXPANDED, [], "buffer scale cannot be loaded") for strategy in ("fsdp", "tensor", "pipeline")),
         (
@@ -236,7 +243,7 @@ OBJECT = {
 }
 
 
-@pytest.mark.parametrize("changes", [TEXTS, OBJECT])
+@pytest.mark.parametrize("changes", [TEXTS, *weekly(OBJECT)])
 def test_micro_batches_may_be_of_any_kind(bake: Bake, changes: Changes) -> None:
     project = bake()
     edit(project, changes)
@@ -245,7 +252,7 @@ def test_micro_batches_may_be_of_any_kind(bake: Bake, changes: Changes) -> None:
     assert read_losses(project / "8") == pytest.approx(read_losses(project / "16"), rel=1e-5)
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", *weekly("tensor", "pipeline")])
 def test_an_optimizer_without_state_resumes(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)  # pytorch#133415.
     edit(project, {OPTIMIZER: "SGD(groups, lr=config.lr)"})
@@ -317,7 +324,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("parallelism", ["tensor", "mesh"])
+@pytest.mark.parametrize("parallelism", [*weekly("tensor"), "mesh"])
 def test_a_parameter_that_works_on_shards_is_in_the_plan_or_refused(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism, task="language")
     edit(project, NORMS)
@@ -402,7 +409,7 @@ LAYOUTS = {
 LAYOUTS["buffer"][STEM] += "        self.register_buffer('scale', scale)\n"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["channels_last", *weekly("transposed", "buffer")])
 def test_tensors_of_any_layout_resume_and_evaluate(bake: Bake, layout: str) -> None:
     project = bake()
     edit(project, IMPORTED | LAYOUTS[layout])
@@ -479,8 +486,11 @@ USED = '"USED" in __import__("os").environ'
 
 @pytest.mark.parametrize(
     ("parallelism", "words"),
-    [("ddp", []), ("fsdp", []), ("fsdp", ["--checkpoint.format", "sharded"])],
-    ids=["ddp-full", "fsdp-full", "fsdp-sharded"],
+    [
+        pytest.param("ddp", [], id="ddp-full"),
+        pytest.param("fsdp", [], id="fsdp-full", marks=pytest.mark.weekly),
+        pytest.param("fsdp", ["--checkpoint.format", "sharded"], id="fsdp-sharded"),
+    ],
 )
 @pytest.mark.parametrize("before", ["frozen", "unused"])
 def test_a_parameter_that_had_no_gradient_trains_after_a_resume(
@@ -610,7 +620,7 @@ def test_datasets_are_drawn_from_the_seed_in_every_command(bake: Bake) -> None:
     assert evaluated == read_records(project / "run1", "eval")[-1] | {"split": "test"}
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", *weekly("tensor", "pipeline")])
 def test_a_model_is_drawn_from_the_seed_on_every_rank(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     edit(project, {("model.py", "from torch import"): "import random\n\nimport numpy as np\nfrom torch import"})
@@ -639,7 +649,7 @@ RAW = {
 }
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "pipeline"])
+@pytest.mark.parametrize("parallelism", ["ddp", *weekly("pipeline")])
 def test_nothing_but_the_loader_and_collate_fn_touches_a_sample(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     edit(project, LAZY)
@@ -761,7 +771,9 @@ def test_a_rank_that_waits_for_a_killed_one_prints_one_line(bake: Bake, parallel
     assert "gloo" not in waited and killed == "error: rank 1 was ended by SIGKILL"
 
 
-@pytest.mark.parametrize(("rank", "workers", "killed"), [(1, "1", 1), (0, "3", 6)])
+@pytest.mark.parametrize(
+    ("rank", "workers", "killed"), [(1, "1", 1), pytest.param(0, "3", 6, marks=pytest.mark.weekly)]
+)
 def test_a_loader_process_that_dies_is_named(bake: Bake, rank: int, workers: str, killed: int) -> None:
     project = bake()
     words = [*SMALL, "--train.epochs", "1000", "--train.max_steps", "20000", "--train.eval_every", "4"]
@@ -939,7 +951,7 @@ class Typed(torch.optim.Optimizer):
 """
 
 
-@pytest.mark.parametrize("parallelism", CHOICES["parallelism"])
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", *weekly(*sorted({*CHOICES["parallelism"]} - {"ddp", "fsdp"}))])
 def test_the_optimizers_state_comes_back_in_its_types(bake: Bake, parallelism: str) -> None:
     project, nproc = bake(parallelism=parallelism), 1 if parallelism == "data_parallel" else 2
     edit(project, {("optim.py", f"torch.optim.{OPTIMIZER[1]}"): "Typed(groups, lr=config.lr)"})
@@ -1201,7 +1213,7 @@ def test_numbers_that_an_optimizer_keeps_resume_or_are_refused(
     assert load(project / "run")["numbers"] == {"d": 1.5**4}
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor", "mesh"])
+@pytest.mark.parametrize("parallelism", ["fsdp", *weekly("pipeline", "tensor", "mesh")])
 def test_weights_that_are_drawn_after_wrap_are_those_of_one_rank(bake: Bake, parallelism: str) -> None:
     drawn = "    model = nn.Sequential(blocks)\n    for parameter in model.parameters():\n"
     drawn += "        nn.init.normal_(parameter, std=0.1)\n    return model\n"
@@ -1386,7 +1398,7 @@ ON_A_PARAMETER = {
 }
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "tensor", "pipeline", "mesh"])
+@pytest.mark.parametrize("parallelism", ["fsdp", *weekly("tensor", "pipeline"), "mesh"])
 @pytest.mark.parametrize("hung", ON_A_PARAMETER)
 def test_what_hangs_on_a_parameter_is_refused_under_shards(bake: Bake, parallelism: str, hung: str) -> None:
     project = bake(parallelism=parallelism)

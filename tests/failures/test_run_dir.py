@@ -285,7 +285,7 @@ def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: s
     assert sharded["loss"] == pytest.approx(whole["loss"], rel=1e-6) and sharded["step"] == STEPS
     newest = Path("run/checkpoints") / names(project)[-1]
     damage(project / newest)
-    err = launch(project, "export", "--checkpoint", newest, "--output", "weights.safetensors", code=2).stderr
+    err = launch(project, *evaluate, newest, code=2).stderr
     assert err.endswith(f"error: {newest} is not a readable checkpoint: a part of it is damaged or missing\n"), err
     for _ in range(2):  # Also if a damaged one of that step is there.
         damage(project / newest)
@@ -373,10 +373,9 @@ def test_a_picture_has_the_lines_of_all_runs_panel_by_panel(bake: Bake) -> None:
         )
     # In three columns; without what is no number, and without a list of lists.
     assert [*panels] == ["accuracy", "by_class", "loss", "once", "rate"]
-    left, steps, texts, lines, points = zip(*panels.values(), strict=True)
+    left, steps, _, lines, points = zip(*panels.values(), strict=True)
     assert left[:2] == left[3:] and len({*left}) == 3
     assert all(ticks == steps[0] and ticks[-1] == "600" for ticks in steps)  # Also those of training, with 60 steps.
-    assert ["10^" in "".join(each) for each in texts] == [False] * 4 + [True]  # A 0 has no logarithm.
     assert re.findall("<!-- (.*?) -->", legend) == ["a", "b"]
     colors = re.findall(r"stroke: (#\w+); stroke-width: 1.5", legend)
     for name, of_run in zip(panels, (2, 2, 2, 1, 1), strict=True):  # One line for each entry, or for each event.
@@ -442,7 +441,7 @@ def test_what_is_named_like_a_checkpoint_ends_no_run(bake: Bake, parallelism: st
     train(project, "--train.max_steps", "4")
     ODD[odd](project / "run" / "checkpoints")
     err = train(project)
-    assert err.count("\n") == (odd in ("folder", "file")) == err.count("is now step-00000099"), err
+    assert err.count("\n") == (odd == "file") == err.count("is now step-00000099"), err
     assert len(read_losses(project / "run")) == STEPS
 
 

@@ -89,6 +89,7 @@ MISTAKE = "project/tests/test_settings.py::test_a_mistake_is_reported_in_one_lin
 HOSTILE = "tests/numerics/test_hostile_model.py::"
 PARITY = "tests/numerics/test_parity.py::test_a_killed_and_resumed_run_matches_a_plain_loop"
 REPORTS = "tests/failures/test_reports.py::"
+BITS = "tests/numerics/test_bits.py::"
 ANSWERS = "tests/rendering/test_answers.py::"
 TOKENS = "tests/documents/test_tokens.py::"
 DRAWN = RUN_DIR + "test_each_rank_and_step_draws_other_numbers_and_the_same_ones_after_a_resume"
@@ -140,7 +141,7 @@ FAULTS = {
     "a rank divides by the weight of its own samples": Fault(
         SRC + "losses.py",
         "MeanLosses",
-        "dist.all_reduce(weights, dist.ReduceOp.MAX)",
+        "dist.all_reduce(weights, group=self.parallel.dp_group)",
         "weights.mul_(self.parallel.dp_size)",
         "tests/projects/test_own_tests.py::test_a_loss_of_ragged_weight_does_not_depend_on_the_split[ddp]",
     ),
@@ -206,8 +207,8 @@ FAULTS = {
         ALONE,
     ),
     # Numerics: samples and random numbers
-    "the incomplete global batch is read": Fault(
-        SRC + "loader.py", "TrainSampler.__iter__", "first_step:", "first_step + 1 :", ALONE
+    "the first samples of an epoch are left out": Fault(
+        SRC + "loader.py", "TrainSampler.__iter__", "order[:end]", "order[-end:]", ALONE
     ),
     "ranks read consecutive parts of an epoch": Fault(
         SRC + "loader.py",
@@ -220,12 +221,27 @@ FAULTS = {
     "ranks add up in another order": Fault(
         DDP, "add_ranks", "parts[::2], parts[1::2]", "parts[: len(parts) // 2], parts[len(parts) // 2 :]", MICROBATCHES
     ),
+    "three ranks average and multiply": Fault(
+        DDP,
+        "Parallel.add_up",
+        "parts[: len(gradients)]",
+        "parts[: len(gradients)] / self.dp_size * self.dp_size",
+        BITS + "test_six_micro_batches_have_the_same_bits_on_1_3_and_6_ranks",
+    ),
+    "weights add up in an order of the ranks": Fault(
+        SRC + "losses.py",
+        "MeanLosses.set_weight",
+        "weights.mean()",
+        "weights.roll(self.parallel.dp_size).cumsum(0)[-1].div(self.num_microbatches)",
+        BITS + "test_layouts_of_one_micro_batch_size_have_the_same_bits[weights-fsdp]",
+        UNDER_FSDP,
+    ),
     "random numbers depend on the rank": Fault(
         SRC + "train.py",
         "Trainer.seeded",
         "purpose, self.step, number)",
         "purpose, self.step, self.parallel.dp_rank)",
-        "tests/numerics/test_bits.py::test_layouts_of_one_micro_batch_size_have_the_same_bits[dropout-ddp]",
+        BITS + "test_layouts_of_one_micro_batch_size_have_the_same_bits[dropout-ddp]",
     ),
     "the norm of shards is in float32": Fault(
         FSDP,
@@ -433,7 +449,7 @@ FAULTS = {
         SRC + "evaluate.py",
         "Evaluator.__init__",
         "range(parallel.dp_rank, ..., parallel.dp_size)",
-        "range(parallel.dp_rank, len(dataset) - len(dataset) % parallel.dp_size, parallel.dp_size)",
+        "range(parallel.dp_rank, len(batches) - len(batches) % parallel.dp_size, parallel.dp_size)",
         "project/tests/test_evaluate.py::test_every_sample_counts_once[3]",
         LANGUAGE,
     ),
@@ -844,7 +860,7 @@ FAULTS = {
 # Planted in `make test-long` too.
 SAMPLE = [
     "the norm counts each replica of a group",
-    "the incomplete global batch is read",
+    "the first samples of an epoch are left out",
     "two stages train copies of a shared weight",
     "a run resumes with another seed",
     "a folder that is not mounted is a fresh start",

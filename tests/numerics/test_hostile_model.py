@@ -34,7 +34,9 @@ SETTINGS = {
     "distributed.device": "cpu",
 }
 WORDS = ["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value)))]
-STRATEGIES = CHOICES["parallelism"]
+# A mesh is a pipeline of groups of tensor ranks, and data_parallel one process.
+RARE = ("pipeline", "tensor", "data_parallel")
+CASES = [pytest.param(name, marks=pytest.mark.weekly if name in RARE else []) for name in CHOICES["parallelism"]]
 # What splits blocks, or moves them to several devices.
 SPLITS_BLOCKS = ("fsdp", "model_parallel", "pipeline", "tensor", "mesh")
 LAYOUTS = {"mesh": ["--parallel.pipeline", "2", "--parallel.tensor", "2"]}
@@ -61,13 +63,13 @@ def content(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What DDP gives on 4 ranks, which read the same local batches as under FSDP and model parallelism."""
+    """What DDP gives on 4 ranks, which compute the same micro-batches as under FSDP and model parallelism."""
     run = tmp_path_factory.mktemp("reference")
     launch(hostile(baked, "ddp"), *WORDS, "--run.dir", run, nproc=4)
     return content(run)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CASES)
 def test_a_killed_run_resumes_bitwise(baked: Bake, reference: dict[str, Any], tmp_path: Path, strategy: str) -> None:
     project, nproc = hostile(baked, strategy), nproc_of(strategy)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -85,16 +87,20 @@ def test_a_killed_run_resumes_bitwise(baked: Bake, reference: dict[str, Any], tm
     for name, state in theirs["optimizer"]["state"].items():
         assert all(torch.equal(ours["optimizer"]["state"][name][key], value) for key, value in state.items()), name
     assert theirs["model"]["block1.mask"].isinf().any() and "block1.angles" not in theirs["model"]
-    assert theirs["model"]["embedding.norm.num_batches_tracked"] == 48
+    # A step has 16 micro-batches, of which a rank computes those of its local batch.
+    local_batches = 4 if strategy in ("ddp", "model_parallel", "fsdp") else 1
+    assert theirs["model"]["embedding.norm.num_batches_tracked"] == 12 * 16 // local_batches
     assert torch.equal(theirs["model"]["embedding.frozen"], reference["model"]["embedding.frozen"])
     if strategy in ("fsdp", "model_parallel"):
+        # Ranks take turns under fsdp, so running statistics have seen other micro-batches.
+        others = ("mask", "running_mean", "running_var") if strategy == "fsdp" else ("mask",)
         for name, value in reference["model"].items():
-            if not name.endswith("mask"):
+            if not name.endswith(others):
                 difference = (theirs["model"][name] - value).float().norm()
                 assert difference <= 1e-5 * value.float().norm(), name
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CASES)
 def test_shared_weights_stay_shared_or_are_refused_by_name(baked: Bake, tmp_path: Path, strategy: str) -> None:
     project, refused = hostile(baked, strategy, TIED=True), strategy in SPLITS_BLOCKS
     words = (*WORDS, *LAYOUTS.get(strategy, []), "--run.dir", tmp_path)
@@ -107,7 +113,7 @@ def test_shared_weights_stay_shared_or_are_refused_by_name(baked: Bake, tmp_path
         assert torch.equal(model["head.linear.weight"], model["embedding.byte.weight"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CASES)
 def test_an_unused_parameter_is_refused_by_name_unless_it_may_be(baked: Bake, tmp_path: Path, strategy: str) -> None:
     project, nproc = hostile(baked, strategy, UNUSED=True), nproc_of(strategy)
     words = [*WORDS, *LAYOUTS.get(strategy, [])]

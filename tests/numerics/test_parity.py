@@ -239,7 +239,9 @@ def test_each_rank_computes_the_losses_of_its_part_of_the_logits(
         *(pytest.param(name, marks=pytest.mark.weekly) for name in ("model_parallel", "pipeline", "tensor")),
     ],
 )
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", ["digits", *(pytest.param(name, marks=pytest.mark.weekly) for name in TASKS if name != "digits")]
+)
 @pytest.mark.parametrize("setting", ["train.compile", "train.activation_checkpointing"])
 def test_a_compiled_or_recomputed_run_matches_a_plain_loop(
     bake: Bake, tmp_path: Path, spy: Callable[[str], set[str]], parallelism: str, task: str, setting: str

@@ -2,7 +2,7 @@
 class ParallelConfig:
     """Distributed data parallel: every rank holds the whole model."""
 
-    # DDP only sums tensors, which gloo can do with an accelerator's: ranks may share a device.
+    # Gloo sends all messages of DDP for an accelerator's tensors, too: ranks may share a device.
     gloo_on_accelerators = True
 
     def dp_size(self, world_size: int) -> int:

@@ -34,9 +34,11 @@ class Parallel:
         self.device = process.device
         self.dp_rank = process.rank
         self.dp_size = process.world_size
+        self.dp_group = dist.group.WORLD
         count = config.data.num_microbatches // self.dp_size
         # The numbers of this rank's micro-batches in the global batch, where they are neighbors.
-        self.microbatches = range(count * self.dp_rank, count * (self.dp_rank + 1))
+        first = count * self.dp_rank
+        self.microbatches = range(first, first + count)
         # Ranks continue the tree of a rank if that is complete. For one rank, any is.
         self.is_tree = self.dp_size == 1 or count & (count - 1) == 0
         # This computes in train.precision where that is safe; weights and gradients stay in fp32.
@@ -67,7 +69,6 @@ class Parallel:
         self, microbatches: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
-        self.waiting.clear()
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             # Gradients add up. During the last backward, add_up() adds those of all ranks.
             is_last = number == len(self.microbatches)
@@ -75,8 +76,9 @@ class Parallel:
             with self.autocast:
                 loss = mean_loss(self.ddp(inputs), targets)
             self.scaler.scale(loss).backward()
-            if not is_last:
+            if self.exact and not is_last:
                 set_aside(self.module, number, self.waiting)
+        self.waiting.clear()
 
     def add_up(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Add up a bucket of gradients, which backward has finished, over all ranks."""
@@ -85,15 +87,18 @@ class Parallel:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 gradient += sums.get(parameter, 0)
         gradients = bucket.buffer()
+        parts = gradients
         if self.dp_size <= 2 or not self.exact:
             # Two ranks are a tree. With more, an all-reduce may add in any order.
             message = dist.all_reduce(gradients, async_op=True)
         else:
-            gradients = nn.functional.pad(gradients, (0, -len(gradients) % self.dp_size))
+            # Each rank adds up an equal part. A copy has zeros at its end that complete the last.
+            parts = nn.functional.pad(gradients, (0, -len(gradients) % self.dp_size))
             message = dist.all_gather(
-                list(gradients.chunk(self.dp_size)), add_ranks(gradients), async_op=True
+                list(parts.chunk(self.dp_size)), add_ranks(parts), async_op=True
             )
-        return message.get_future().then(lambda _: gradients[: len(bucket.buffer())])
+        # If a message failed, so does the next one, before anything is saved.
+        return message.get_future().then(lambda _: gradients.copy_(parts[: len(gradients)]))
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -109,17 +114,17 @@ class Parallel:
 
     def average_buffers(self) -> None:
         """Average BatchNorm's statistics over the ranks, and reject copies that drift apart."""
-        for name, tensor in self.module.state_dict().items():
-            # A rank's statistics have seen only its own local batches since the last call.
+        # A rank's statistics have seen only its own local batches since the last call.
+        for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
-                dist.all_reduce(tensor, dist.ReduceOp.AVG)
-            elif isinstance(tensor, Tensor):  # A module may keep anything.
-                # The sum of the bytes is the same in any order, and for NaN.
-                checksum = tensor.flatten().view(torch.uint8).sum()
-                highest = checksum.clone()
-                dist.all_reduce(highest, dist.ReduceOp.MAX)
-                if highest != checksum:
-                    raise UserError(f"copies of {name} drift apart: by forward, or unused")
+                dist.all_reduce(statistics, dist.ReduceOp.AVG)
+        for name, parameter in self.module.named_parameters():
+            # The sum of the bytes is the same in any order, and for NaN.
+            checksum = parameter.flatten().view(torch.uint8).sum()
+            highest = checksum.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX)
+            if highest != checksum:
+                raise UserError(f"copies of {name} drift apart: by forward, or unused")
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return copies of all weights and optimizer state on rank 0's CPU."""

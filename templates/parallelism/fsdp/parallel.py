@@ -43,6 +43,7 @@ class Parallel:
         self.microbatches = range(self.dp_rank, count * self.dp_size, self.dp_size)
         self.is_tree = self.dp_size & (self.dp_size - 1) == 0
         self.allow_unused = config.train.allow_unused
+        self.exact = config.train.exact
         precision = config.train.precision
         # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
         # A micro-batch has a small part of the mean loss: more of them allow a larger scale.
@@ -55,8 +56,8 @@ class Parallel:
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
         mesh = self.build_mesh(config.parallel.replicas)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
-        # The gathered parameters that are trained, and those that the last backward has reached.
         self.waiting: list[Gradients] = []
+        # The gathered parameters that are trained, and those that the last backward has reached.
         self.watched = dict[str, Tensor]()
         self.used = set[Tensor]()
         self.watch_parameters()
@@ -67,7 +68,6 @@ class Parallel:
         names = ("replicate", "shard")
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         self.shard_group = mesh.get_group("shard")
-        self.has_replicas = replicas > 1
         if replicas > 1:
             return mesh
         # FSDP would all-reduce gradients over the dimension of replicas, even with only one.
@@ -98,7 +98,7 @@ class Parallel:
                 # Gradients add up to that of the mean.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                if config.train.exact:
+                if self.exact:
                     module.set_custom_reduce_scatter(tree)
         # Backward starts with the last block: freed weights would be gathered again at once.
         self.head = cast(FSDPModule, blocks[-1])
@@ -108,7 +108,6 @@ class Parallel:
         self, microbatches: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
-        self.waiting.clear()
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             self.used.clear()
             is_last = number == len(self.microbatches)
@@ -118,11 +117,12 @@ class Parallel:
             loss = mean_loss(self.module(inputs), targets)
             self.scaler.scale(loss).backward()
             self.check_used()
-            if not is_last and not self.has_replicas:
+            if self.exact and not is_last:
                 set_aside(self.module, number, self.waiting)
         for sums in reversed(self.waiting):  # Small sums come first.
             for parameter, gradient in sums.items():
                 parameter.grad += gradient
+        self.waiting.clear()
 
     def watch_parameters(self) -> None:
         """Let a backward add each trained parameter that it reaches to ``used``."""
@@ -177,8 +177,8 @@ class Parallel:
         # and each counts only its own.
         norms = [torch.empty_like(local_norm) for _ in range(dist.get_world_size(self.shard_group))]
         dist.all_gather(norms, local_norm, group=self.shard_group)
-        # In float64, the norm of shards differs from a whole model's after rounding to float32 in
-        # one of about 2**24 steps.
+        # Shards add up in another order than a whole tensor. In float64, that changes the rounded
+        # norm in one of about 10**5 to 10**7 steps, by the size of the tensors.
         total_norm = norm(norms).float()
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)
         return total_norm
@@ -231,14 +231,14 @@ def set_aside(module: nn.Module, number: int, waiting: list[Gradients]) -> None:
     waiting.append(sums)
 
 
-def add_ranks(buffer: Tensor) -> Tensor:
+def add_ranks(buffer: Tensor, group: Any) -> Tensor:
     """Return this rank's part of the sum of all ranks' buffers, added up as a tree; a collective.
 
     Rank r of N gets the part r of N equal parts.
     """
     received = torch.empty_like(buffer)
-    dist.all_to_all_single(received, buffer)
-    parts = received.chunk(dist.get_world_size())
+    dist.all_to_all_single(received, buffer, group=group)
+    parts = received.chunk(dist.get_world_size(group))
     while len(parts) > 1:
         for part, neighbor in zip(parts[::2], parts[1::2], strict=False):
             part += neighbor
@@ -261,8 +261,7 @@ class TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        # The group has all ranks: there are no replicas.
-        output_tensor.copy_(add_ranks(input_tensor.flatten()))
+        output_tensor.copy_(add_ranks(input_tensor, group))
 
 
 def refuse_shared(block: nn.Module) -> None:

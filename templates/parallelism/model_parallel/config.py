@@ -6,7 +6,7 @@ class ParallelConfig:
     """Number of devices per rank, k: local rank r uses devices r*k to r*k+k-1. On a CPU, the CPU
     stands in for all of them."""
 
-    # DDP only sums tensors, which gloo can do with an accelerator's: ranks may share a device.
+    # Gloo sends all messages of DDP for an accelerator's tensors, too: ranks may share a device.
     gloo_on_accelerators = True
 
     def dp_size(self, world_size: int) -> int:

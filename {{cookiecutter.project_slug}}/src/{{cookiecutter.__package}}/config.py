@@ -38,7 +38,7 @@ class DataConfig:
     """Number of samples per forward pass of training; null: the local batch of the first start."""
     num_microbatches = 1  # This is no setting: divide_batch() sets how many a global batch has.
     eval_batch_size: PositiveInt = 256
-    """Number of samples per forward pass of evaluation, on each rank."""
+    """Number of samples per forward pass of evaluation; a rank takes whole batches, in turn."""
     num_workers: Annotated[int, 0, 1024] = 0
     """Number of loader processes per rank; 0 loads samples in the rank's own process."""
 
@@ -78,7 +78,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward and backward passes. Weights stay in fp32; fp16 scales the loss."""
     exact: bool = True
-    """Use only deterministic algorithms, and full fp32 on GPUs. Turn this off for speed."""
+    """The same bits in each run: deterministic algorithms, full fp32, one order of sums."""
     compile: bool = False
     """Compile each block of the model, and the losses, with torch.compile."""
     activation_checkpointing: bool = False
@@ -168,11 +168,10 @@ class Config:
             if hasattr(settings, "check"):
                 settings.check(self, world_size)
         # Every local batch has an equal number of micro-batches.
-        batch_size = self.data.global_batch_size
         divisor = self.parallel.dp_size(world_size) * (self.data.micro_batch_size or 1)
-        if trains and batch_size % divisor:
+        if trains and self.data.global_batch_size % divisor:
             raise UserError(
-                f"data.global_batch_size is {batch_size}; "
+                f"data.global_batch_size is {self.data.global_batch_size}; "
                 f"{divisor} (local batches x data.micro_batch_size) must divide it"
             )
 

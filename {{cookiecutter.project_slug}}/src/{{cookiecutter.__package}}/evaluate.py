@@ -1,7 +1,6 @@
 """Exact evaluation: every sample counts once, on any number of ranks."""
 
 import json
-import math
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ class Evaluator:
         self.num_samples = len(dataset)
         batches = torch.arange(self.num_samples).split(config.data.eval_batch_size)
         # All ranks run equally many batches, as forward may be a collective: some repeat one.
-        end = math.ceil(len(batches) / parallel.dp_size) * parallel.dp_size
+        end = len(batches) + -len(batches) % parallel.dp_size
         turns = range(parallel.dp_rank, end, parallel.dp_size)
         self.batches = [batches[turn % len(batches)] for turn in turns]
         # The key of a sample is (epoch, index).

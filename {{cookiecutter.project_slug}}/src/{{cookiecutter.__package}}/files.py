@@ -63,7 +63,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     pattern = re.compile(r"step-[0-9]{8,}\.(pt|dcp)")
     checkpoints = []
     for path in folder.glob("step-*"):
-        if pattern.fullmatch(path.name) and (path.is_file() or path.is_dir()):
+        if pattern.fullmatch(path.name) and (path.is_file() or path.suffix == ".dcp"):
             checkpoints.append(path)
     # The names have the order of the steps only as long as these are below 100,000,000.
     return sorted(checkpoints, key=lambda path: int(path.stem.removeprefix("step-")))

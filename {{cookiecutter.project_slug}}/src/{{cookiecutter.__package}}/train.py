@@ -49,7 +49,7 @@ class Trainer:
         if config.train.exact:
             if "SyncBatchNorm" in str(module):
                 raise UserError("SyncBatchNorm adds up in any order; turn train.exact off")
-            if not self.parallel.is_tree or "running_mean" in str(module.state_dict().keys()):
+            if not self.parallel.is_tree or "running_mean" in str([*module.state_dict()]):
                 self.logger.print("the last bits depend on the number of ranks: see the README")
 
     def run(self) -> bool:
@@ -109,8 +109,7 @@ class Trainer:
     #:: endif ::#
         # The weight of the global batch is known only when all of its targets are prepared.
         self.losses.set_weight(microbatches)
-        forward = self.seeded("forward", microbatches)
-        self.parallel.forward_backward(forward, self.losses.mean_loss)
+        self.parallel.forward_backward(self.seeded("forward", microbatches), self.losses.mean_loss)
         self.check_gradients()
         set_learning_rate(self.optimizer, self.step, self.scheduled_steps, self.config.optim)
         # The scaler does nothing but under fp16, where gradients are scaled until they are clipped.
