@@ -92,7 +92,7 @@ class Parallel:
             # Two ranks are a tree. With more, an all-reduce may add in any order.
             message = dist.all_reduce(gradients, async_op=True)
         else:
-            # Each rank adds up an equal part. A copy has zeros at its end that complete the last.
+            # A rank adds up one of equal parts. A copy has zeros at its end that complete the last.
             parts = nn.functional.pad(gradients, (0, -len(gradients) % self.dp_size))
             message = dist.all_gather(
                 list(parts.chunk(self.dp_size)), add_ranks(parts), async_op=True
