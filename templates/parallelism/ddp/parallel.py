@@ -34,7 +34,6 @@ class Parallel:
         self.device = process.device
         self.dp_rank = process.rank
         self.dp_size = process.world_size
-        self.dp_group = dist.group.WORLD
         count = config.data.num_microbatches // self.dp_size
         # The numbers of this rank's micro-batches in the global batch, where they are neighbors.
         first = count * self.dp_rank

@@ -28,8 +28,8 @@ class MeanLosses:
         weights = torch.zeros(self.num_microbatches, device=self.parallel.device)
         for number, (_, targets) in zip(self.parallel.microbatches, microbatches, strict=True):
             weights[number] = self.task.weight(targets)
-        # The others have 0 there, so no order of this sum rounds it.
-        dist.all_reduce(weights, group=self.parallel.dp_group)
+        # The others have 0 there. A maximum is not rounded, and also right if ranks read the same.
+        dist.all_reduce(weights, dist.ReduceOp.MAX)
         self.mean_weight = weights.mean().clamp(min=1e-30)  # It is never 0.
 
     def mean_loss(self, outputs: Any, targets: Any) -> Tensor:
