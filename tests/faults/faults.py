@@ -223,7 +223,7 @@ FAULTS = {
     ),
     "three ranks average and multiply": Fault(
         DDP,
-        "Parallel.add_up",
+        "Parallel.all_reduce",
         "parts[: len(gradients)]",
         "parts[: len(gradients)] / self.dp_size * self.dp_size",
         BITS + "test_six_micro_batches_have_the_same_bits_on_1_3_and_6_ranks",

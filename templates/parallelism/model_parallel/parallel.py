@@ -64,7 +64,7 @@ class Parallel:
         )
         # Each forward reads this. The argument has another name since PyTorch 2.13.
         self.ddp.broadcast_buffers = False  # That would keep rank 0's alone: see average_buffers().
-        self.ddp.register_comm_hook(None, self.add_up)
+        self.ddp.register_comm_hook(None, self.all_reduce)
 
     def place_blocks(self, device_count: int) -> None:
         """Move equal numbers of consecutive blocks to each of this rank's devices."""
@@ -81,7 +81,7 @@ class Parallel:
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Gradients add up. During the last backward, add_up() adds those of all ranks.
+            # Gradients add up. During the last backward, all_reduce() adds those of all ranks.
             is_last = number == len(self.microbatches)
             self.ddp.require_backward_grad_sync = is_last
             with self.autocast:
@@ -94,24 +94,25 @@ class Parallel:
                 set_aside(self.module, number, self.waiting)
         self.waiting.clear()
 
-    def add_up(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def all_reduce(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Add up a bucket of gradients, which backward has finished, over all ranks."""
         # The last micro-batches' gradients are here, and sums that wait for them: small ones first.
         for sums in reversed(self.waiting):
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 gradient += sums.get(parameter, 0)
         gradients = bucket.buffer()
-        parts = gradients
-        if self.dp_size <= 2 or not self.exact:
-            # Two ranks are a tree. With more, an all-reduce may add in any order.
-            message = dist.all_reduce(gradients, async_op=True)
-        else:
-            # A rank adds up one of equal parts. A copy has zeros at its end that complete the last.
-            parts = nn.functional.pad(gradients, (0, -len(gradients) % self.dp_size))
-            message = dist.all_gather(
-                list(parts.chunk(self.dp_size)), add_ranks(parts), async_op=True
-            )
         # If a message failed, so does the next one, before anything is saved.
+        if self.dp_size <= 2 or not self.exact:
+            # Two ranks are a tree. With more, PyTorch's all-reduce may add in any order.
+            message = dist.all_reduce(gradients, async_op=True)
+            return message.get_future().then(lambda _: gradients)
+        # A rank adds up one of equal parts. A copy has zeros at its end that complete the last.
+        parts = nn.functional.pad(gradients, (0, -len(gradients) % self.dp_size))
+        message = dist.all_gather(
+            list(parts.chunk(self.dp_size)),
+            add_ranks(parts),
+            async_op=True,
+        )
         return message.get_future().then(lambda _: gradients.copy_(parts[: len(gradients)]))
 
     def predict(self, inputs: Any) -> Any:
