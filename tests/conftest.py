@@ -207,6 +207,11 @@ def read_losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
+def weekly(*values: Any) -> list[Any]:
+    """Return parameters of a test whose other cases show the same earlier."""
+    return [pytest.param(value, marks=pytest.mark.weekly) for value in values]
+
+
 def find_processes(variable: str) -> list[int]:
     """Return the processes whose environment has a variable (``NAME=value``), which child processes inherit."""
     found = []

@@ -29,6 +29,7 @@ from conftest import (
     run_python,
     started,
     wait_until,
+    weekly,
 )
 from ranks import FAULTS, measure
 from safetensors.torch import load_file
@@ -36,12 +37,6 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.long
 
 Changes = dict[tuple[str, str], str]
-
-
-def weekly(*values: Any) -> list[Any]:
-    """Return parameters of a test whose other cases show the same earlier."""
-    return [pytest.param(value, marks=pytest.mark.weekly) for value in values]
-
 
 SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()
 WORKERS = ["--data.num_workers", "1"]

@@ -23,6 +23,7 @@ from conftest import (
     run_python,
     started,
     wait_until,
+    weekly,
 )
 from safetensors.torch import load_file
 
@@ -270,9 +271,7 @@ def test_another_batch_size_is_refused_in_the_middle_of_a_run(bake: Bake) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    "parallelism", ["fsdp", "pipeline", *(pytest.param(each, marks=pytest.mark.weekly) for each in ("tensor", "mesh"))]
-)
+@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", *weekly("tensor", "mesh")])
 def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     launch(project, *SMALL, "--run.dir", "whole")

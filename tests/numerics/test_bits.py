@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Bake, edit, launch, started, wait_until
+from conftest import Bake, edit, launch, launch_and_kill, read_records
 
 pytestmark = pytest.mark.long
 
@@ -71,7 +69,7 @@ def result(run: Path) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
     tensors = [*content["model"].values()]
     for _, state in sorted(content["optimizer"]["state"].items()):
         tensors += [value for _, value in sorted(state.items())]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(run)
     return tensors, [{key: value for key, value in each.items() if key not in MEASURED} for each in records]
 
 
@@ -137,13 +135,15 @@ def test_a_run_that_is_killed_and_changes_its_ranks_has_the_same_bits(
 ) -> None:
     project, run, whole = bake(parallelism=parallelism), tmp_path / "killed", tmp_path / "whole"
     launch(project, *COMMON, *WORDS["digits"], "--run.dir", whole, nproc=1)
-    records = run / "metrics.jsonl"
+    words = [*COMMON, *WORDS["digits"], "--run.dir", run]
     for nproc, step in ((4, 3), (2, 7)):
-        words = [project / "scripts/launch.sh", *COMMON, *WORDS["digits"], "--run.dir", run]
-        with started(*words, cwd=project, NPROC=str(nproc)) as launcher:
-            wait_until(lambda: records.exists() and f'"step": {step},' in records.read_text(), f"step {step}")  # noqa: B023
-            os.kill(launcher.pid, signal.SIGKILL)
-    launch(project, *COMMON, *WORDS["digits"], "--run.dir", run, nproc=8)
+        launch_and_kill(
+            project,
+            *words,
+            when=lambda step=step: any(record["step"] == step for record in read_records(run)),
+            nproc=nproc,
+        )
+    launch(project, *words, nproc=8)
     assert_same_bits(run, whole)
 
 

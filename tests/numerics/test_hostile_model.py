@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHOICES, Bake, find_processes, launch, started, wait_until
+from conftest import CHOICES, Bake, find_processes, launch, started, wait_until, weekly
 
 pytestmark = pytest.mark.long
 
@@ -36,7 +36,7 @@ SETTINGS = {
 WORDS = ["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value)))]
 # A mesh is a pipeline of groups of tensor ranks, and data_parallel one process.
 RARE = ("pipeline", "tensor", "data_parallel")
-CASES = [pytest.param(name, marks=pytest.mark.weekly if name in RARE else []) for name in CHOICES["parallelism"]]
+CASES = [name for name in CHOICES["parallelism"] if name not in RARE] + weekly(*RARE)
 # What splits blocks, or moves them to several devices.
 SPLITS_BLOCKS = ("fsdp", "model_parallel", "pipeline", "tensor", "mesh")
 LAYOUTS = {"mesh": ["--parallel.pipeline", "2", "--parallel.tensor", "2"]}

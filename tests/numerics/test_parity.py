@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import CHOICES, Bake, edit, launch, launch_and_kill, read_records
+from conftest import CHOICES, Bake, edit, launch, launch_and_kill, read_records, weekly
 
 import check_answers
 
@@ -236,12 +236,10 @@ def test_each_rank_computes_the_losses_of_its_part_of_the_logits(
     [
         "ddp",
         "fsdp",
-        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("model_parallel", "pipeline", "tensor")),
+        *weekly("model_parallel", "pipeline", "tensor"),
     ],
 )
-@pytest.mark.parametrize(
-    "task", ["digits", *(pytest.param(name, marks=pytest.mark.weekly) for name in TASKS if name != "digits")]
-)
+@pytest.mark.parametrize("task", ["digits", *weekly(*(name for name in TASKS if name != "digits"))])
 @pytest.mark.parametrize("setting", ["train.compile", "train.activation_checkpointing"])
 def test_a_compiled_or_recomputed_run_matches_a_plain_loop(
     bake: Bake, tmp_path: Path, spy: Callable[[str], set[str]], parallelism: str, task: str, setting: str
@@ -272,7 +270,7 @@ RARE = {
 }
 
 
-@pytest.mark.parametrize("task", ["digits", pytest.param("language", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("task", ["digits", *weekly("language")])
 def test_a_run_that_changes_its_strategy_matches_a_plain_loop(
     bake: Bake, tmp_path: Path, spy: Callable[[str], set[str]], task: str
 ) -> None:

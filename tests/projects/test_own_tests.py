@@ -9,7 +9,7 @@ import re
 import sys
 
 import pytest
-from conftest import BIN, TEMPLATE, Bake, blocks, edit, run
+from conftest import BIN, TEMPLATE, Bake, blocks, edit, run, weekly
 
 pytestmark = pytest.mark.long
 
@@ -125,9 +125,7 @@ def test_uv_installs_and_runs_a_project_as_it_is(bake: Bake) -> None:
     assert "step 0 of 2 on 2 rank(s), cpu" in out and (project / ".venv").is_dir()
 
 
-@pytest.mark.parametrize(
-    "parallelism", ["ddp", *(pytest.param(each, marks=pytest.mark.weekly) for each in ("fsdp", "pipeline", "tensor"))]
-)
+@pytest.mark.parametrize("parallelism", ["ddp", *weekly("fsdp", "pipeline", "tensor")])
 def test_a_loss_of_ragged_weight_does_not_depend_on_the_split(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism, task="language")
     run(BIN / "python", "scripts/prepare.py", "lines.bin", argparse.__file__, "--lines", cwd=project)
