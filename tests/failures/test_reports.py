@@ -1246,19 +1246,20 @@ ZERO = "features = features + self.extra(features) * uses"  # Its gradient is ze
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "words", "other", "named"),
+    ("parallelism", "nproc", "words", "other", "named"),
     [
-        ("ddp", ["--train.max_steps", "1"], 0, "copies of "),
-        ("ddp", ["--train.allow_unused", "true"], 0, ""),
-        ("ddp", ["--train.allow_unused", "true"], 1, ""),
-        ("fsdp", [], 1, "the loss does not depend on ['head."),
-        ("fsdp", ["--train.allow_unused", "true"], 1, "only some ranks use head."),
-        ("fsdp", ["--train.allow_unused", "true"], 0, ""),
-        ("tensor", [], 1, "'] in each micro-batch"),
+        ("ddp", 1, ["--train.max_steps", "1"], 0, "unused in the last micro-batch"),
+        ("ddp", 2, [], 1, "unused in the last micro-batch"),
+        ("ddp", 2, ["--train.allow_unused", "true"], 0, ""),
+        ("ddp", 2, ["--train.allow_unused", "true"], 1, ""),
+        ("fsdp", 2, [], 1, "the loss does not depend on ['head."),
+        ("fsdp", 2, ["--train.allow_unused", "true"], 1, "only some ranks use head."),
+        ("fsdp", 2, ["--train.allow_unused", "true"], 0, ""),
+        ("tensor", 4, [], 1, "'] in each micro-batch"),
     ],
 )
 def test_a_layer_that_some_micro_batches_lack_is_right_or_refused(
-    bake: Bake, parallelism: str, words: list[str], other: int, named: str
+    bake: Bake, parallelism: str, nproc: int, words: list[str], other: int, named: str
 ) -> None:
     layer = '        self.rank = int(__import__("os").environ.get("RANK", 0))\n'
     layer += "        self.extra = nn.Linear(width, width)\n"
@@ -1267,7 +1268,7 @@ def test_a_layer_that_some_micro_batches_lack_is_right_or_refused(
         layer += "        self.other = nn.Linear(width, width)\n"
     sizes = ["--parallel.replicas", "2"] if parallelism == "tensor" else []
     words = [*SMALL, "--train.max_steps", "2", *words, *sizes, "--data.micro_batch_size", "8", "--run.dir", "run"]
-    project, nproc = bake(parallelism=parallelism), 4 if sizes else 2
+    project = bake(parallelism=parallelism)
     edit(project, {HEAD: HEAD[1] + layer, POOLED: SOMETIMES.format(other, OTHER if "other" in layer else LACKS)})
     if named:
         error = launch(project, *words, nproc=nproc, code=2).stderr

@@ -29,6 +29,7 @@ COMMON = [
 ]
 MEASURED = ("samples_per_second", "seconds_per_step", "tokens_per_second")
 # Experiments whose random numbers, weights or unused layers would depend on ranks.
+NORM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
 HEAD = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
 POOLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
 TASK = ("task.py", "        return inputs, targets\n\n    def prepare(")
@@ -158,3 +159,29 @@ def test_steps_of_a_run_on_8_ranks_are_replayed_by_one_process(bake: Bake, tmp_p
     assert our_records == [record for record in their_records if record["step"] > 4 or record["event"] == "eval"]
     for ours, theirs in zip(our_tensors, their_tensors, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("answers", "norm", "words"),
+    [
+        ({"parallelism": "pipeline"}, "", []),
+        ({"task": "control"}, "", []),
+        ({}, "BatchNorm2d", []),
+        ({}, "", ["--data.micro_batch_size", "8", "--data.global_batch_size", "48"]),  # Each rank has three.
+    ],
+)
+def test_a_line_says_where_the_last_bits_depend_on_the_ranks(
+    bake: Bake, answers: dict[str, str], norm: str, words: list[str]
+) -> None:
+    project = bake(**answers)
+    if norm:
+        edit(project, {NORM: f"        self.norm = nn.{norm}(width)\n"})
+    launched = launch(project, "train", "--train.max_steps", "1", "--distributed.device", "cpu", *words)
+    assert launched.stdout.count("the last bits depend on the number of ranks") == 1
+
+
+def test_sync_batch_norm_is_refused_under_exact(bake: Bake) -> None:
+    project = bake()
+    edit(project, {NORM: "        self.norm = nn.SyncBatchNorm(width)\n"})
+    error = launch(project, "train", "--distributed.device", "cpu", code=2).stderr
+    assert "SyncBatchNorm adds up in any order; turn train.exact off" in error

@@ -36,7 +36,7 @@ class Parallel:
         self.dp_size = 1
         self.dp_group = dist.group.WORLD
         self.microbatches = range(config.data.num_microbatches)
-        self.is_tree = False  # Gradients of several accelerators are added up in one order.
+        self.matches_one_rank = False  # Accelerators' gradients are added up in one order.
         self.precision = config.train.precision
         # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
         # A micro-batch has a small part of the mean loss: more of them allow a larger scale.

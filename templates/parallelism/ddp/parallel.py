@@ -21,7 +21,7 @@ from .distributed import Process
 from .model import build_model
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Gradients = dict[Any, Tensor]  # The gradient of each parameter.
+Gradients = dict[Any, Tensor]  # By parameter: a gradient, or a sum of gradients.
 
 
 class Parallel:
@@ -35,11 +35,11 @@ class Parallel:
         self.dp_rank = process.rank
         self.dp_size = process.world_size
         count = config.data.num_microbatches // self.dp_size
-        # The numbers of this rank's micro-batches in the global batch, where they are neighbors.
+        # The numbers of this rank's micro-batches: a contiguous range of the global batch's.
         first = count * self.dp_rank
         self.microbatches = range(first, first + count)
-        # Ranks continue the tree of a rank if that is complete. For one rank, any is.
-        self.is_tree = self.dp_size == 1 or count & (count - 1) == 0
+        # Ranks join their sums as one rank would if each has a whole subtree: 1, 2, 4, ... of them.
+        self.matches_one_rank = self.dp_size == 1 or count & (count - 1) == 0
         # This computes in train.precision where that is safe; weights and gradients stay in fp32.
         dtype = AUTOCAST_DTYPES.get(config.train.precision)
         self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
@@ -53,7 +53,7 @@ class Parallel:
         # Blocks are prepared while the model is built: first recomputation, then compilation.
         model = build_model(config.model, partial(prepare_block, config=config))
         self.module: nn.Module = model.to(self.device)
-        self.waiting: list[Gradients] = []
+        self.partial_sums: list[Gradients] = []
         self.exact = config.train.exact
         self.ddp = DistributedDataParallel(
             self.module,
@@ -61,44 +61,48 @@ class Parallel:
             gradient_as_bucket_view=True,
         )
         # Each forward reads this. The argument has another name since PyTorch 2.13.
-        self.ddp.broadcast_buffers = False  # That would keep rank 0's alone: see average_buffers().
+        self.ddp.broadcast_buffers = False  # Rank 0's would replace all: see average_buffers().
         self.ddp.register_comm_hook(None, self.all_reduce)
 
     def forward_backward(
         self, microbatches: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
+        self.is_reduced = False
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            # Gradients add up. During the last backward, all_reduce() adds those of all ranks.
+            # Gradients add up. During the last backward, DDP calls all_reduce() for each bucket.
             is_last = number == len(self.microbatches)
             self.ddp.require_backward_grad_sync = is_last
             with self.autocast:
                 loss = mean_loss(self.ddp(inputs), targets)
             self.scaler.scale(loss).backward()
             if self.exact and not is_last:
-                set_aside(self.module, number, self.waiting)
-        self.waiting.clear()
+                add_as_tree(self.module, number, self.partial_sums)
+        self.partial_sums.clear()
+        # DDP keeps a bucket that waits for a gradient, and all that come after it.
+        if not self.is_reduced:
+            raise UserError(
+                "a parameter is unused in the last micro-batch; use it, or set train.allow_unused"
+            )
 
     def all_reduce(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Add up a bucket of gradients, which backward has finished, over all ranks."""
-        # The last micro-batches' gradients are here, and sums that wait for them: small ones first.
-        for sums in reversed(self.waiting):
+        # A bucket has the last micro-batches' gradients. Add earlier ones' sums, small ones first.
+        for sums in reversed(self.partial_sums):
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 gradient += sums.get(parameter, 0)
         gradients = bucket.buffer()
-        # If a message failed, so does the next one, before anything is saved.
+        self.is_reduced = bucket.is_last()
+        # If a message fails, so do the next ones, which begin_save() sends before it saves.
         if self.dp_size <= 2 or not self.exact:
             # Two ranks are a tree. With more, PyTorch's all-reduce may add in any order.
             message = dist.all_reduce(gradients, async_op=True)
             return message.get_future().then(lambda _: gradients)
-        # A rank adds up one of equal parts. A copy has zeros at its end that complete the last.
-        parts = nn.functional.pad(gradients, (0, -len(gradients) % self.dp_size))
-        message = dist.all_gather(
-            list(parts.chunk(self.dp_size)),
-            add_ranks(parts),
-            async_op=True,
-        )
-        return message.get_future().then(lambda _: gradients.copy_(parts[: len(gradients)]))
+        # Zeros complete the last of equal parts, of which each rank adds up one.
+        padded = nn.functional.pad(gradients, (0, -len(gradients) % self.dp_size))
+        part = reduce_scatter_as_tree(padded)
+        message = dist.all_gather(list(padded.chunk(self.dp_size)), part, async_op=True)
+        return message.get_future().then(lambda _: gradients.copy_(padded[: len(gradients)]))
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -119,7 +123,7 @@ class Parallel:
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG)
         for name, parameter in self.module.named_parameters():
-            # The sum of the bytes is the same in any order, and for NaN.
+            # A sum of integers is the same in any order, and compares NaN, too.
             checksum = parameter.flatten().view(torch.uint8).sum()
             highest = checksum.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -162,37 +166,35 @@ def norm(tensors: list[Tensor]) -> Tensor:
     return nn.utils.get_total_norm(norms)
 
 
-def set_aside(module: nn.Module, number: int, waiting: list[Gradients]) -> None:
-    """Add up the gradients of a rank's micro-batches as a binary tree, when ``number`` are done.
+def add_as_tree(module: nn.Module, number: int, partial_sums: list[Gradients]) -> None:
+    """Add up gradients as a binary tree, when this rank has run backward ``number`` times.
 
-    A rank with half of the micro-batches computes half of this tree, and ranks add up the halves:
-    on 1, 2, 4, ... ranks, each sum is rounded in the same way. ``waiting`` has sums over 2, 4, 8,
-    ... micro-batches, each until as many more have been added up.
+    ``partial_sums`` is a binary counter. Of gradients 1 to 8, it holds the sum of 1-2 after the
+    second; of 1-4 after the fourth; of 1-4 and of 5-6 after the sixth.
     """
     if number % 2:
-        return  # The next backward adds its gradients to those of this one.
+        return  # The next backward adds its gradients to those of this one, which makes a pair.
     sums: Gradients = {}
     for parameter in module.parameters():
         if parameter.grad is not None:
             sums[parameter] = parameter.grad.clone()
     # Later micro-batches may lack a gradient, which has to be zero: ranks add up what is there.
     module.zero_grad(set_to_none=False)
+    # Two sums over equally many gradients become one: each of these loops removes one of them.
     while number % 4 == 0:
-        for parameter, gradient in waiting.pop().items():
+        for parameter, gradient in partial_sums.pop().items():
             sums[parameter] += gradient
         number //= 2
-    waiting.append(sums)
+    partial_sums.append(sums)
 
 
-def add_ranks(buffer: Tensor) -> Tensor:
-    """Return this rank's part of the sum of all ranks' buffers, added up as a tree; a collective.
-
-    Rank r of N gets the part r of N equal parts.
-    """
+def reduce_scatter_as_tree(buffer: Tensor) -> Tensor:
+    """Add up all ranks' buffers as a tree; returns part r of N on rank r of N; a collective."""
     received = torch.empty_like(buffer)
     dist.all_to_all_single(received, buffer)
     parts = received.chunk(dist.get_world_size())
     while len(parts) > 1:
+        # The last of an odd number of parts waits for the next round.
         for part, neighbor in zip(parts[::2], parts[1::2], strict=False):
             part += neighbor
         parts = parts[::2]

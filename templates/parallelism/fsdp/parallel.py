@@ -23,7 +23,7 @@ from .model import build_model
 from .sharded import Checkpointer, collect_state, load_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Gradients = dict[Any, Tensor]  # The gradient of each parameter.
+Gradients = dict[Any, Tensor]  # By parameter: a gradient, or a sum of gradients.
 
 
 class Parallel:
@@ -38,10 +38,10 @@ class Parallel:
         self.dp_size = process.world_size
         self.dp_group = dist.group.WORLD
         count = config.data.num_microbatches // self.dp_size
-        # The numbers of this rank's micro-batches in the global batch. Ranks take turns: their
-        # gradients of one turn, which are neighbors, are added up first.
+        # The numbers of this rank's micro-batches in the global batch. Ranks take turns: each
+        # backward leaves the sum over one turn's neighbors, which are the lower levels of the tree.
         self.microbatches = range(self.dp_rank, count * self.dp_size, self.dp_size)
-        self.is_tree = self.dp_size & (self.dp_size - 1) == 0
+        self.matches_one_rank = self.dp_size & (self.dp_size - 1) == 0
         self.allow_unused = config.train.allow_unused
         self.exact = config.train.exact
         precision = config.train.precision
@@ -56,10 +56,10 @@ class Parallel:
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
         mesh = self.build_mesh(config.parallel.replicas)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
-        self.waiting: list[Gradients] = []
+        self.partial_sums: list[Gradients] = []
         # The gathered parameters that are trained, and those that the last backward has reached.
         self.watched = dict[str, Tensor]()
-        self.used = set[Tensor]()
+        self.reached = set[Tensor]()
         self.watch_parameters()
 
     def build_mesh(self, replicas: int) -> DeviceMesh:
@@ -100,16 +100,17 @@ class Parallel:
                 module.set_force_sum_reduction_for_comms(True)
                 if self.exact:
                     module.set_custom_reduce_scatter(tree)
-        # Backward starts with the last block: freed weights would be gathered again at once.
-        self.head = cast(FSDPModule, blocks[-1])
-        self.head.set_reshard_after_forward(False)
+        # Backward starts with the last block: if forward freed its weights, they would be gathered
+        # again at once.
+        self.last_block = cast(FSDPModule, blocks[-1])
+        self.last_block.set_reshard_after_forward(False)
 
     def forward_backward(
         self, microbatches: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            self.used.clear()
+            self.reached.clear()
             is_last = number == len(self.microbatches)
             # FSDP scatters gradients after every micro-batch: keeping them whole until the last
             # would take the memory of a whole model. Replicas add up shards once, after the last.
@@ -118,31 +119,31 @@ class Parallel:
             self.scaler.scale(loss).backward()
             self.check_used()
             if self.exact and not is_last:
-                set_aside(self.module, number, self.waiting)
-        for sums in reversed(self.waiting):  # Small sums come first.
+                add_as_tree(self.module, number, self.partial_sums)
+        for sums in reversed(self.partial_sums):  # Small sums come first.
             for parameter, gradient in sums.items():
                 parameter.grad += gradient
-        self.waiting.clear()
+        self.partial_sums.clear()
 
     def watch_parameters(self) -> None:
-        """Let a backward add each trained parameter that it reaches to ``used``."""
+        """Let a backward add each trained parameter that it reaches to ``reached``."""
         # The whole model comes last. It gathers only parameters outside of the blocks.
         for prefix, block in reversed(list(self.module.named_modules())):
             if not isinstance(block, FSDPModule):
                 continue
-            # Hooks have to be on gathered parameters, which FSDP keeps as objects without memory.
+            # Hooks belong on gathered parameters. FSDP frees their memory, but keeps these objects.
             block.unshard()
             for name, parameter in cast(nn.Module, block).named_parameters(prefix):
                 if parameter.requires_grad and name not in self.watched:
                     self.watched[name] = parameter
-                    parameter.register_post_accumulate_grad_hook(self.used.add)
+                    parameter.register_post_accumulate_grad_hook(self.reached.add)
             block.reshard()
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""
         # FSDP concatenates the gradients that a rank has, and adds the results up over the ranks:
         # if one rank lacks a gradient, this adds up gradients of different parameters.
-        unused = {name for name in self.watched if self.watched[name] not in self.used}
+        unused = {name for name in self.watched if self.watched[name] not in self.reached}
         if unused and not self.allow_unused:
             raise UserError(
                 f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch; "
@@ -161,7 +162,7 @@ class Parallel:
         """Return this rank's outputs, or None if another rank has them; a collective."""
         outputs = self.module(inputs)
         # No backward follows that would free the last block's weights.
-        self.head.reshard()
+        self.last_block.reshard()
         return outputs
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -178,7 +179,7 @@ class Parallel:
         norms = [torch.empty_like(local_norm) for _ in range(dist.get_world_size(self.shard_group))]
         dist.all_gather(norms, local_norm, group=self.shard_group)
         # Shards add up in another order than a whole tensor. In float64, that changes the rounded
-        # norm in one of about 10**5 to 10**7 steps, by the size of the tensors.
+        # norm in one of about 10**5 to 10**7 steps, depending on the tensors' sizes.
         total_norm = norm(norms).float()
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)
         return total_norm
@@ -209,37 +210,35 @@ def norm(tensors: list[Tensor]) -> Tensor:
     return nn.utils.get_total_norm(norms)
 
 
-def set_aside(module: nn.Module, number: int, waiting: list[Gradients]) -> None:
-    """Add up the gradients of a rank's micro-batches as a binary tree, when ``number`` are done.
+def add_as_tree(module: nn.Module, number: int, partial_sums: list[Gradients]) -> None:
+    """Add up gradients as a binary tree, when this rank has run backward ``number`` times.
 
-    A rank with half of the micro-batches computes half of this tree, and ranks add up the halves:
-    on 1, 2, 4, ... ranks, each sum is rounded in the same way. ``waiting`` has sums over 2, 4, 8,
-    ... micro-batches, each until as many more have been added up.
+    ``partial_sums`` is a binary counter. Of gradients 1 to 8, it holds the sum of 1-2 after the
+    second; of 1-4 after the fourth; of 1-4 and of 5-6 after the sixth.
     """
     if number % 2:
-        return  # The next backward adds its gradients to those of this one.
+        return  # The next backward adds its gradients to those of this one, which makes a pair.
     sums: Gradients = {}
     for parameter in module.parameters():
         if parameter.grad is not None:
             sums[parameter] = parameter.grad.clone()
     # Later micro-batches may lack a gradient, which has to be zero: ranks add up what is there.
     module.zero_grad(set_to_none=False)
+    # Two sums over equally many gradients become one: each of these loops removes one of them.
     while number % 4 == 0:
-        for parameter, gradient in waiting.pop().items():
+        for parameter, gradient in partial_sums.pop().items():
             sums[parameter] += gradient
         number //= 2
-    waiting.append(sums)
+    partial_sums.append(sums)
 
 
-def add_ranks(buffer: Tensor, group: Any) -> Tensor:
-    """Return this rank's part of the sum of all ranks' buffers, added up as a tree; a collective.
-
-    Rank r of N gets the part r of N equal parts.
-    """
+def reduce_scatter_as_tree(buffer: Tensor, group: Any) -> Tensor:
+    """Add up all ranks' buffers as a tree; returns part r of N on rank r of N; a collective."""
     received = torch.empty_like(buffer)
     dist.all_to_all_single(received, buffer, group=group)
     parts = received.chunk(dist.get_world_size(group))
     while len(parts) > 1:
+        # The last of an odd number of parts waits for the next round.
         for part, neighbor in zip(parts[::2], parts[1::2], strict=False):
             part += neighbor
         parts = parts[::2]
@@ -261,7 +260,8 @@ class TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        output_tensor.copy_(add_ranks(input_tensor, group))
+        """Add up and scatter on the current stream, which is FSDP's; ``op`` is always a sum."""
+        output_tensor.copy_(reduce_scatter_as_tree(input_tensor, group))
 
 
 def refuse_shared(block: nn.Module) -> None:

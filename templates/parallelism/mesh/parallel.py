@@ -46,7 +46,7 @@ class Parallel:
         self.process = process
         self.device = process.device
         self.layout = config.parallel
-        self.is_tree = False  # A stage adds up its gradients in the order of its schedule.
+        self.matches_one_rank = False  # A stage adds up its gradients in the order of its schedule.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)  # fp16 is refused.
         # Ranks share a cache of compiled code, but their shards differ: a tag keeps the code apart.
         torch.compiler.config.cache_key_tag = str(process.rank)
@@ -158,7 +158,7 @@ class Parallel:
         """Return a micro-batch's part of the mean loss, when a schedule has run the last stage."""
         targets = self.remaining_targets.pop(0)
         # FSDP averages the gradients of local batches, which have to add up.
-        return self.mean_loss(self.stage.outputs, targets) * self.dp_size
+        return self.mean_loss(self.stage.take_outputs(), targets) * self.dp_size
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -173,7 +173,7 @@ class Parallel:
         for block in self.module:
             block.reshard()  # No backward follows that would free the gathered weights.
         # Metrics need whole outputs, even if plan.py keeps the logits sharded.
-        outputs = tree_map_only(DTensor, DTensor.full_tensor, self.stage.outputs)
+        outputs = tree_map_only(DTensor, DTensor.full_tensor, self.stage.take_outputs())
         # The tensor ranks of the last stage have the same outputs: one of them counts.
         return outputs if self.stage.is_last and self.tensor_rank == 0 else None
 

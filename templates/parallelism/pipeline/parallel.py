@@ -46,7 +46,7 @@ class Parallel:
         self.process = process
         self.device = process.device
         self.layout = config.parallel
-        self.is_tree = False  # A stage adds up its gradients in the order of its schedule.
+        self.matches_one_rank = False  # A stage adds up its gradients in the order of its schedule.
         # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         mesh = self.build_mesh()
@@ -176,7 +176,7 @@ class Parallel:
         """Return a micro-batch's part of the mean loss, when a schedule has run the last stage."""
         targets = self.remaining_targets.pop(0)
         # FSDP averages the gradients of the pipelines, which have to add up.
-        return self.mean_loss(self.stages[self.last_stage].outputs, targets) * self.dp_size
+        return self.mean_loss(self.stages[self.last_stage].take_outputs(), targets) * self.dp_size
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -197,7 +197,7 @@ class Parallel:
             cast(FSDPModule, block).reshard()
         if self.last_stage not in self.stages:
             return None
-        return self.stages[self.last_stage].outputs
+        return self.stages[self.last_stage].take_outputs()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient, and return the norm before."""

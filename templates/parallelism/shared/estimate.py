@@ -128,6 +128,8 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
         task = Task(config, process.device)
         parallel = Parallel(config, process)
         optimizer = build_optimizer(parallel.module, config.optim)
+        for group in optimizer.param_groups:
+            group["foreach"] = False  # An accelerator's fused kernel has no temporary tensors.
 
         def mean_loss(outputs: Any, targets: Any) -> Tensor:
             return task.losses(outputs, targets)["loss"] / task.weight(targets)

@@ -48,6 +48,12 @@ class Stage(nn.Module):
             return torch.zeros(1, dtype=torch.int64)  # Nobody reads this.
         return outputs.contiguous()
 
+    def take_outputs(self) -> Any:
+        """Return the last stage's outputs; here, they would take memory until the next forward."""
+        outputs = self.outputs
+        self.outputs = None
+        return outputs
+
 
 class Outline:
     """The model without values: which stage has which block, and what the stages send each other.

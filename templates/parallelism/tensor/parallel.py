@@ -51,7 +51,7 @@ class Parallel:
         self.process = process
         self.device = process.device
         self.layout = config.parallel
-        self.is_tree = False  # The sum over a layer's shards is rounded by their number.
+        self.matches_one_rank = False  # The sum over a layer's shards is rounded by their number.
         self.allow_unused = config.train.allow_unused
         # bf16 has the range of fp32, so nothing is scaled; config.py refuses fp16.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
@@ -68,7 +68,7 @@ class Parallel:
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
         # The gathered parameters that are trained, and those that the last backward has reached.
         self.watched = dict[str, Tensor]()
-        self.used = set[Tensor]()
+        self.reached = set[Tensor]()
         self.watch_parameters()
 
     def build_mesh(self) -> DeviceMesh:
@@ -112,8 +112,8 @@ class Parallel:
         # This shards parameters outside of the blocks.
         self.fsdp = shard(self.module)
         # Backward starts with the last block: freed weights would be gathered again at once.
-        self.head = cast(FSDPModule, blocks[-1])
-        self.head.set_reshard_after_forward(False)
+        self.last_block = cast(FSDPModule, blocks[-1])
+        self.last_block.set_reshard_after_forward(False)
 
     # F.cross_entropy and its backward accept logits that plan.py keeps sharded over the classes.
     @loss_parallel()
@@ -122,7 +122,7 @@ class Parallel:
     ) -> None:
         """Leave in parameters the gradient of the mean loss over micro-batches; a collective."""
         for number, (inputs, targets) in enumerate(microbatches, start=1):
-            self.used.clear()
+            self.reached.clear()
             # FSDP scatters gradients after every micro-batch: keeping them whole until the last
             # would take the memory of a whole model. Replicas add up shards once, after the last.
             self.fsdp.set_requires_all_reduce(number == len(self.microbatches))
@@ -132,24 +132,24 @@ class Parallel:
             self.check_used()
 
     def watch_parameters(self) -> None:
-        """Let a backward add each trained parameter that it reaches to ``used``."""
+        """Let a backward add each trained parameter that it reaches to ``reached``."""
         # The whole model comes last. It gathers only parameters outside of the blocks.
         for prefix, block in reversed(list(self.module.named_modules())):
             if not isinstance(block, FSDPModule):
                 continue
-            # Hooks have to be on gathered parameters, which FSDP keeps as objects without memory.
+            # Hooks belong on gathered parameters. FSDP frees their memory, but keeps these objects.
             block.unshard()
             for name, parameter in cast(nn.Module, block).named_parameters(prefix):
                 if parameter.requires_grad and name not in self.watched:
                     self.watched[name] = parameter
-                    parameter.register_post_accumulate_grad_hook(self.used.add)
+                    parameter.register_post_accumulate_grad_hook(self.reached.add)
             block.reshard()
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""
         # FSDP concatenates the gradients that a rank has, and adds the results up over the ranks:
         # if one rank lacks a gradient, this adds up gradients of different parameters.
-        unused = {name for name in self.watched if self.watched[name] not in self.used}
+        unused = {name for name in self.watched if self.watched[name] not in self.reached}
         if unused and not self.allow_unused:
             raise UserError(
                 f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch; "
@@ -169,7 +169,7 @@ class Parallel:
         # Metrics need whole outputs, also if plan.py keeps the logits sharded.
         outputs = tree_map_only(DTensor, DTensor.full_tensor, self.module(inputs))
         # No backward follows that would free the last block's weights.
-        self.head.reshard()
+        self.last_block.reshard()
         # The ranks of a group have the same outputs, of the same samples: one of them counts.
         return outputs if self.tensor_rank == 0 else None
 

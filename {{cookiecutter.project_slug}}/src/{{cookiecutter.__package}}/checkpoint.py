@@ -203,7 +203,6 @@ class Checkpointer:
 
         # A collective would time out while rank 0 writes. In a sharded save, each rank writes.
         self.process.on_main(wait_for_thread)
-        wait_for_thread()
         error = self.pending and self.pending.exception()
         self.pending = None
         if error and raises:

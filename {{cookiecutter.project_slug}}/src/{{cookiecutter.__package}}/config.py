@@ -176,9 +176,9 @@ class Config:
             )
 
     def divide_batch(self, content: Any, world_size: int) -> None:
-        """Set the number of micro-batches, and their size to that of the first start if it is null.
+        """Set the size of micro-batches if it is null, and their number.
 
-        The first start's size is in the ``content`` of the checkpoint that a run resumes from.
+        The size is then that of the first start: ``content``, which the run resumes from, has it.
         """
         saved = content.get("config") or asdict(self)
         local_batch_size = self.data.global_batch_size // self.parallel.dp_size(world_size)

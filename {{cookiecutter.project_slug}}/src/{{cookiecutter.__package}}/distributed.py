@@ -97,8 +97,9 @@ def rendezvous(config: Config) -> Process:
     try:
         rank = int(os.environ["RANK"])
         world_size = int(os.environ["WORLD_SIZE"])
-        meeting = dist.rendezvous(init_method, rank, world_size, timeout=timeout)
-        store, rank, world_size = next(meeting)
+        store, rank, world_size = next(
+            dist.rendezvous(init_method, rank, world_size, timeout=timeout)
+        )
     except (KeyError, ValueError, dist.DistError) as error:
         raise UserError(f"RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is wrong: {error}") from None
     # Ranks that torchrun starts again get the same store. A prefix hides the keys of before.

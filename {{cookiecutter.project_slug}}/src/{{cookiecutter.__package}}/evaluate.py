@@ -37,8 +37,7 @@ class Evaluator:
         """Return on rank 0 what ``Task.aggregate`` makes of all samples; {} on the other ranks."""
         self.parallel.average_buffers()
         # An experiment may keep a part of the model in eval mode: train() would end that.
-        modules = self.parallel.module.modules()
-        training_modules = [module for module in modules if module.training]
+        training_modules = [module for module in self.parallel.module.modules() if module.training]
         self.parallel.module.eval()
         measured = self.measure()
         for module in training_modules:

@@ -29,10 +29,9 @@ def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, 
 
 def check_datasets(datasets: Any, process: Process) -> None:
     """Reject all but three sets whose lengths agree on all ranks."""
-    lengths = [len(dataset) for dataset in datasets]
+    lengths = list(map(len, datasets))
     lengths_of_ranks = process.all_gather(lengths)
-    are_equal = lengths_of_ranks == [lengths] * process.world_size
-    if not are_equal or len(lengths) != 3 or 0 in lengths:
+    if lengths_of_ranks != [lengths] * process.world_size or len(lengths) != 3 or 0 in lengths:
         raise UserError(
             f"the datasets have {lengths_of_ranks} samples; "
             "return three, none empty, equal on all ranks"

@@ -22,7 +22,6 @@ MISTAKE_PHRASES = (
     "a deterministic",  # train.exact is set, but an operation is never deterministic.
     "that requires a grad",  # All parameters are frozen.
     "not require grad",  # The loss depends on no parameter that is trained.
-    "finished reduction",  # Only some micro-batches of a step use a parameter.
     "non-contiguous parameters",  # A parameter with strides of its own cannot be sharded.
     "uneven sharding on dim",  # A parameter's width does not divide into as many shards.
     "have NCCL",  # This build of PyTorch has no such backend.
@@ -92,8 +91,7 @@ def is_about_another_rank(error: Exception) -> bool:
     message = str(original)
     if "Traceback (most recent call last)" in message:
         return False  # A loader process sends its traceback as text, with paths like gloo's.
-    is_from_gloo = any(phrase in message for phrase in GLOO_PHRASES)
-    return is_from_gloo and isinstance(original, RuntimeError)
+    return isinstance(original, RuntimeError) and any(phrase in message for phrase in GLOO_PHRASES)
 
 
 def describe(error: Exception) -> str:
@@ -111,8 +109,7 @@ def report_failure(description: str, process: Process) -> tuple[str, bool]:
     # The store keeps the first reason that any rank gives, and returns it to all.
     reason = process.store.compare_set("failure", "", own_reason).decode()
     # Other ranks may have called this one silent, because it failed after they had given up.
-    was_called_silent = "failed with" not in reason
-    return reason, reason == own_reason or was_called_silent
+    return reason, reason == own_reason or "failed with" not in reason
 
 
 def report_silent_ranks(description: str, process: Process) -> tuple[str, bool]:

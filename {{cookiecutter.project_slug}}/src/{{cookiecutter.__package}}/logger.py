@@ -124,8 +124,7 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
         except (LookupError, RecursionError, TypeError, ValueError):
             is_damaged = True
     if is_damaged:
-        reason = f"{path} has a damaged line; the best evaluation may be lost"
-        set_aside(path, reason)
+        set_aside(path, f"{path} has a damaged line; the best evaluation may be lost")
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .config import UserError
 
 # The losses of each micro-batch of a step by name, and the step's grad_norm.
-Step = list[dict[str, Tensor]]
+StepLosses = list[dict[str, Tensor]]
 
 
 class MeanLosses:
@@ -24,37 +24,41 @@ class MeanLosses:
     @torch.no_grad()
     def set_weight(self, microbatches: list[Any]) -> None:
         """Begin a step: find what losses are divided by, the mean weight of all micro-batches."""
-        self.parts: Step = []
-        weights = torch.zeros(self.num_microbatches, device=self.parallel.device)
+        self.parts: StepLosses = []
+        self.weights = torch.zeros(self.num_microbatches, device=self.parallel.device)
         for number, (_, targets) in zip(self.parallel.microbatches, microbatches, strict=True):
-            weights[number] = self.task.weight(targets)
-        # The others have 0 there. A maximum is not rounded, and also right if ranks read the same.
-        dist.all_reduce(weights, dist.ReduceOp.MAX)
-        self.mean_weight = weights.mean().clamp(min=1e-30)  # It is never 0.
+            self.weights[number] = self.task.weight(targets)
+        # Other ranks have 0 there. A maximum is exact, even of copies, and overlaps with forward.
+        self.message = dist.all_reduce(
+            self.weights,
+            dist.ReduceOp.MAX,
+            async_op=True,
+        )
 
     def mean_loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return what a micro-batch adds to the mean loss; adds all its losses to ``parts``."""
         losses = self.task.losses(outputs, targets)
         if not isinstance(losses, dict) or losses.keys() & {"loss", "grad_norm"} != {"loss"}:
             raise UserError(f"Task.losses returns {losses}; return a dictionary with `loss`")
-        means = {name: loss / self.mean_weight for name, loss in losses.items()}
+        self.message.wait()
+        mean_weight = self.weights.mean().clamp(min=1e-30)  # Never divide by 0.
+        means = {name: loss / mean_weight for name, loss in losses.items()}
         self.parts.append({name: mean.detach() for name, mean in means.items()})
         # Gradients are added up over all micro-batches, and so become those of the mean.
         return means["loss"] / self.num_microbatches
 
-    def average(self, steps: list[Step]) -> list[dict[str, float]]:
+    def average(self, steps: list[StepLosses]) -> list[dict[str, float]]:
         """Return the mean losses and the gradient norm of each step; waits for the device."""
         local_numbers = []
         for step in steps:
             local_numbers.append([{name: float(part[name]) for name in part} for part in step])
         averages = []
-        names = None
         for parts_of_ranks in zip(*self.parallel.process.all_gather(local_numbers), strict=True):
             # Under some strategies, only some ranks have any.
             parts = [part for parts in parts_of_ranks for part in parts]
-            names = names or parts[0].keys()
+            names = parts[0].keys()
             if any(part.keys() != names for part in parts):
                 raise UserError(f"only some micro-batches have {list(names)}; give all losses")
-            # fmean rounds once, whatever the order: it does not matter which rank has which part.
+            # fmean adds up exactly: it does not matter which rank has which part, or in what order.
             averages.append({name: fmean(part[name] for part in parts) for name in names})
         return averages

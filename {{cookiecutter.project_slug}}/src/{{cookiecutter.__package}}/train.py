@@ -14,7 +14,7 @@ from .evaluate import Evaluator
 from .experiment import build_experiment
 from .loader import TrainSampler, build_loader, to_device
 from .logger import Logger, profile_steps
-from .losses import MeanLosses, Step
+from .losses import MeanLosses, StepLosses
 from .optim import build_optimizer, set_learning_rate
 from .parallel import Parallel
 
@@ -49,8 +49,13 @@ class Trainer:
         if config.train.exact:
             if "SyncBatchNorm" in str(module):
                 raise UserError("SyncBatchNorm adds up in any order; turn train.exact off")
-            if not self.parallel.is_tree or "running_mean" in str([*module.state_dict()]):
+            #:: if fact("loop") ::#
+            # A rank's environments act as one batch, whose size may decide how kernels round.
+            self.logger.print("the last bits depend on the number of ranks: see the README")
+            #:: else ::#
+            if not self.parallel.matches_one_rank or "running_mean" in str([*module.state_dict()]):
                 self.logger.print("the last bits depend on the number of ranks: see the README")
+            #:: endif ::#
 
     def run(self) -> bool:
         """Train to the last step, or until a stop signal; returns whether one stopped the run."""
@@ -96,10 +101,10 @@ class Trainer:
     #:: include "task/" ~ cookiecutter.task ~ "/step.py" ::#
     #:: endfilter ::#
 
-    def update(self, microbatches: list[Any], purpose: str) -> Step:
+    def update(self, microbatches: list[Any], purpose: str) -> StepLosses:
         """Take one optimizer step; returns its losses and gradient norm, still on the device."""
     #:: else ::#
-    def train_step(self, batch: Iterable[Any]) -> Step:
+    def train_step(self, batch: Iterable[Any]) -> StepLosses:
         """Take one step with micro-batches; returns its losses and gradient norm, on the device."""
         microbatches = []
         for microbatch in self.seeded("prepare", batch):
@@ -122,7 +127,7 @@ class Trainer:
         return [{**part, "grad_norm": grad_norm} for part in self.losses.parts]
 
     def seeded(self, purpose: str, microbatches: Iterable[Any]) -> Iterator[Any]:
-        """Yield micro-batches, each when its random numbers are seeded.
+        """Yield micro-batches, and seed all random numbers just before each.
 
         They depend on its number in the global batch, and not on the rank that computes it.
         """
@@ -157,13 +162,11 @@ class Trainer:
 
     def is_due(self, every: int | None) -> bool:
         """Return whether the last step, or one that ``every`` divides, has been taken."""
-        if self.step == self.total_steps:
-            return True
-        return every is not None and self.step % every == 0
+        return self.step == self.total_steps or (every is not None and self.step % every == 0)
 
     def start_period(self) -> None:
         """Start to measure the steps that the next record is about."""
-        self.unlogged_steps: list[Step] = []
+        self.unlogged_steps: list[StepLosses] = []
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
@@ -227,8 +230,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Evaluate on the validation set."""
         # Its batches have another size, for which compiled blocks would be compiled once more.
-        stance = "force_eager" if self.config.train.compile else "default"
-        with torch.compiler.set_stance(stance):
+        with torch.compiler.set_stance("force_eager"):
             metrics = self.evaluator(self.process)
         position = {"event": "eval", "step": self.step, "split": "validation"}
         self.logger.log(position, {"num_samples": self.evaluator.num_samples}, metrics)
