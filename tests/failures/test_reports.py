@@ -67,7 +67,7 @@ MEASURED = ("task.py", '        losses = F.cross_entropy(outputs.float(), target
 OPTIMIZER = (
     "optim.py",
     "AdamW(\n        groups,\n        lr=config.lr,\n        betas=config.betas,\n        eps=config.eps,\n"
-    "        fused=not all(parameter.is_cpu for parameter in module.parameters()),\n    )",
+    "        fused=not is_cpu,\n        foreach=is_cpu,\n    )",
 )
 IMPORTED = {("model.py", "from torch import Tensor, nn\n"): "import torch\nfrom torch import Tensor, nn\n"}
 METRICS, ACCURACY = ("task.py", 'return {"loss": losses,'), ("task.py", ' "accuracy": correct.mean(),')

@@ -422,7 +422,7 @@ FAULTS = {
     ),
     "a bucket of gradients that DDP keeps is no error": Fault(
         DDP,
-        "Parallel.forward_backward",
+        "Parallel.clip_grad_norm",
         "not self.is_reduced",
         "not self.ddp",
         REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[ddp-1-words0-0-unused in the last "

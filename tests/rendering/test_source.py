@@ -183,7 +183,7 @@ DIFFERENT: dict[str, list[set[str]]] = {
     "Parallel.compute_loss": [],
     "Parallel.forward_backward": [],
     "Parallel.predict": [],
-    "Parallel.clip_grad_norm": [{"ddp", "model_parallel", "data_parallel"}],
+    "Parallel.clip_grad_norm": [{"ddp", "model_parallel"}],
     "reduce_scatter_as_tree": [{"ddp", "model_parallel"}],
     "Parallel.average_buffers": [{"data_parallel", "fsdp", "pipeline"}, {"ddp", "model_parallel"}, {"tensor", "mesh"}],
     "Parallel.full_state_dict": [{"ddp", "model_parallel", "data_parallel"}, {"fsdp", "tensor"}],

@@ -79,11 +79,6 @@ class Parallel:
             if self.exact and not is_last:
                 add_as_tree(self.module, number, self.partial_sums)
         self.partial_sums.clear()
-        # DDP keeps a bucket that waits for a gradient, and all that come after it.
-        if not self.is_reduced:
-            raise UserError(
-                "a parameter is unused in the last micro-batch; use it, or set train.allow_unused"
-            )
 
     def all_reduce(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Add up a bucket of gradients, which backward has finished, over all ranks."""
@@ -111,6 +106,11 @@ class Parallel:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient, and return the norm before."""
+        # DDP keeps a bucket that waits for a gradient, and all that come after it.
+        if not self.is_reduced:
+            raise UserError(
+                "a parameter is unused in the last micro-batch; use it, or set train.allow_unused"
+            )
         gradients = [value.grad for value in self.module.parameters() if value.grad is not None]
         total_norm = norm(gradients).float()
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)

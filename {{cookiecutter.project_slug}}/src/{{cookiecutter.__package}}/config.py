@@ -84,7 +84,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Keep only each block's input, and recompute the rest: less memory, more computation."""
     allow_unused: bool = False
-    """Accept parameters that the loss does not depend on; otherwise they are an error."""
+    """Accept parameters that the loss of some or all micro-batches does not depend on."""
     clip_grad_norm: PositiveFloat | None = None
     """Maximum norm of the gradient over all parameters; null turns clipping off."""
     log_every: PositiveInt = 10

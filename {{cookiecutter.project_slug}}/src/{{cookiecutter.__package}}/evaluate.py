@@ -27,8 +27,9 @@ class Evaluator:
         batches = torch.arange(self.num_samples).split(config.data.eval_batch_size)
         # All ranks run equally many batches, as forward may be a collective: some repeat one.
         end = len(batches) + -len(batches) % parallel.dp_size
-        turns = range(parallel.dp_rank, end, parallel.dp_size)
-        self.batches = [batches[turn % len(batches)] for turn in turns]
+        self.batches = [
+            batches[turn % len(batches)] for turn in range(parallel.dp_rank, end, parallel.dp_size)
+        ]
         # The key of a sample is (epoch, index).
         keys = [[(0, index) for index in batch.tolist()] for batch in self.batches]
         self.loader = build_loader(dataset, keys, config, parallel.device)

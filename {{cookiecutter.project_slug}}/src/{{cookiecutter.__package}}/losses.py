@@ -29,11 +29,7 @@ class MeanLosses:
         for number, (_, targets) in zip(self.parallel.microbatches, microbatches, strict=True):
             self.weights[number] = self.task.weight(targets)
         # Other ranks have 0 there. A maximum is exact, even of copies, and overlaps with forward.
-        self.message = dist.all_reduce(
-            self.weights,
-            dist.ReduceOp.MAX,
-            async_op=True,
-        )
+        self.message = dist.all_reduce(self.weights, dist.ReduceOp.MAX, async_op=True)
 
     def mean_loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return what a micro-batch adds to the mean loss; adds all its losses to ``parts``."""
@@ -53,10 +49,11 @@ class MeanLosses:
         for step in steps:
             local_numbers.append([{name: float(part[name]) for name in part} for part in step])
         averages = []
+        names = None
         for parts_of_ranks in zip(*self.parallel.process.all_gather(local_numbers), strict=True):
             # Under some strategies, only some ranks have any.
             parts = [part for parts in parts_of_ranks for part in parts]
-            names = parts[0].keys()
+            names = names or parts[0].keys()
             if any(part.keys() != names for part in parts):
                 raise UserError(f"only some micro-batches have {list(names)}; give all losses")
             # fmean adds up exactly: it does not matter which rank has which part, or in what order.

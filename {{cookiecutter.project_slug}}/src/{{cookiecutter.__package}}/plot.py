@@ -34,7 +34,6 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[str, Any]:
     """Return panels by name; a panel has lists of (step, value) by (event, color, entry)."""
     panels: Any = defaultdict(lambda: defaultdict(list))
     for index, run_dir in enumerate(run_dirs):
-        color = f"C{index}"  # Matplotlib names the colors of its cycle C0, C1, ...
         text = Path(run_dir, "metrics.jsonl").read_text()
         # A live run may have written only a part of its last line, without the newline at its end.
         complete_lines, _, _ = text.rpartition("\n")
@@ -48,5 +47,8 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[str, Any]:
                 for entry, number in entries.items():
                     # Counts are integers, and null stands for what is not finite: neither is drawn.
                     if isinstance(number, float):
-                        panels[name][record["event"], color, entry].append((record["step"], number))
+                        # Matplotlib names the colors of its cycle C0, C1, ...
+                        panels[name][record["event"], f"C{index}", entry].append(
+                            (record["step"], number)
+                        )
     return panels
