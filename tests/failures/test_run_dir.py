@@ -387,11 +387,13 @@ def test_a_picture_has_the_lines_of_all_runs_panel_by_panel(bake: Bake) -> None:
     assert [["dasharray" not in line for line in each] for each in lines] == trained
 
 
-@pytest.mark.parametrize(("parallelism", "stages"), [("pipeline", "stages.values()"), ("mesh", "stage,")])
+@pytest.mark.parametrize(
+    ("parallelism", "stages"), [("pipeline", "parallel.stages.values()"), ("mesh", "[parallel.stage]")]
+)
 def test_no_stage_keeps_the_outputs_of_an_evaluation(bake: Bake, parallelism: str, stages: str) -> None:
     project = bake(parallelism=parallelism)
     evaluated = "            metrics = self.evaluator(self.process)\n"
-    check = f"        assert all(stage.outputs is None for stage in (self.parallel.{stages}))\n"
+    check = f"        parallel = self.parallel\n        assert all(stage.outputs is None for stage in {stages})\n"
     edit(project, {("train.py", evaluated): evaluated + check})
     train(project, "--parallel.pipeline", "2")
 

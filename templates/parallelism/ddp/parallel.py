@@ -180,7 +180,7 @@ def add_as_tree(module: nn.Module, number: int, partial_sums: list[Gradients]) -
             sums[parameter] = parameter.grad.clone()
     # Later micro-batches may lack a gradient, which has to be zero: ranks add up what is there.
     module.zero_grad(set_to_none=False)
-    # Two sums over equally many gradients become one: each of these loops removes one of them.
+    # While the last partial sum is over as many gradients as this one, both become one.
     while number % 4 == 0:
         for parameter, gradient in partial_sums.pop().items():
             sums[parameter] += gradient
