@@ -169,6 +169,15 @@ def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) ->
     return run(project / "scripts" / "launch.sh", *words, cwd=project, NPROC=str(nproc), **options)
 
 
+def run_alone(project: Path, *words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command of a project in one process, without its launcher, where the number of ranks plays no part.
+
+    It takes a third of the processor time of two ranks: most of a short run is the import of PyTorch.
+    """
+    (package,) = (project / "src").iterdir()
+    return run(BIN / "python", "-m", package.name, *words, cwd=project, PYTHONPATH="src", **options)
+
+
 def launch_and_kill(
     project: Path,
     *words: str | Path,
@@ -207,9 +216,9 @@ def read_losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def weekly(*values: Any) -> list[Any]:
-    """Return parameters of a test whose other cases show the same earlier."""
-    return [pytest.param(value, marks=pytest.mark.weekly) for value in values]
+def weekly(*cases: Any) -> list[Any]:
+    """Return cases of a test whose other cases show the same earlier; a tuple has several parameters."""
+    return [pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.weekly) for case in cases]
 
 
 def find_processes(variable: str) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from conftest import Bake, launch, read_losses, started, wait_until
+from conftest import Bake, launch, read_losses, started, wait_until, weekly
 from slurm import free_ports
 from training import TRAIN
 
@@ -27,7 +27,7 @@ def test_documents_are_valid(bake: Bake, slug: str, parallelism: str) -> None:
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", host)  # RFC 1035
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+@pytest.mark.parametrize("launcher", ["torchrun", *weekly("spawn")])
 def test_pods_that_stop_are_replaced_and_a_mistake_ends_the_job(baked: Bake, tmp_path: Path, launcher: str) -> None:
     project = baked(cluster="kubernetes", launcher=launcher)
     *_, job = yaml.safe_load_all((project / "scripts" / "job.yaml").read_text())

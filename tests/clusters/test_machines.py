@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, find_processes, launch, read_losses, run, started, wait_until
+from conftest import Bake, find_processes, launch, read_losses, run, started, wait_until, weekly
 from machines import Machines, needs_root, two_machines
 from training import SHORT, STEPS, TRAIN, check_first_losses
 
@@ -33,7 +33,7 @@ def whole(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_root
 @pytest.mark.parametrize(
-    ("launcher", "head"), [("torchrun", "10.77.0.1"), ("torchrun", "fd77::1"), ("spawn", "fd77::1")]
+    ("launcher", "head"), [("torchrun", "fd77::1"), ("spawn", "10.77.0.1"), *weekly(("spawn", "fd77::1"))]
 )
 def test_two_machines_have_the_losses_of_one_process(
     baked: Bake, machines: Machines, tmp_path: Path, launcher: str, head: str

@@ -20,6 +20,7 @@ from conftest import (
     launch_on_full_disk,
     read_losses,
     read_records,
+    run_alone,
     run_python,
     started,
     wait_until,
@@ -38,8 +39,13 @@ LOSS = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), tar
 
 
 def train(project: Path, *words: str, **options: Any) -> str:
-    """Train in the folder run; returns what was reported."""
+    """Train in the folder run, on two ranks; returns what was reported."""
     return launch(project, *SMALL, "--run.dir", "run", *words, **options).stderr
+
+
+def train_alone(project: Path, *words: str, **options: Any) -> str:
+    """Train in the folder run, in one process; returns what was reported."""
+    return run_alone(project, *SMALL, "--run.dir", "run", *words, **options).stderr
 
 
 def names(project: Path) -> list[str]:
@@ -49,7 +55,7 @@ def names(project: Path) -> list[str]:
 
 def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
     project = bake()
-    train(
+    train_alone(
         project, "--train.eval_every", "1", "--checkpoint.keep", "1", "--optim.lr", "3e-2", "--optim.warmup_steps", "1"
     )
     accuracy = {record["step"]: record["accuracy"] for record in read_records(project / "run", "eval")}
@@ -57,13 +63,15 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(bake: Bake) -> None:
     assert len(set(accuracy.values())) > 2
     assert names(project) == [f"step-{step:08d}.pt" for step in sorted({best, STEPS})] and best < STEPS
     evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
-    evaluated = [launch(project, *evaluate, f"run{path}").stdout for path in ("", f"/checkpoints/step-{best:08d}.pt")]
+    evaluated = [
+        run_alone(project, *evaluate, f"run{path}").stdout for path in ("", f"/checkpoints/step-{best:08d}.pt")
+    ]
     assert evaluated[0] == evaluated[1] and json.loads(evaluated[0])["step"] == best
 
 
 def test_a_record_has_seconds(bake: Bake) -> None:
     project = bake()
-    launch(project, *SMALL, "--train.log_every", "4", "--run.dir", "run")
+    run_alone(project, *SMALL, "--train.log_every", "4", "--run.dir", "run")
     for record in read_records(project / "run", "train"):
         assert 0 < record["seconds_per_step"] < 10
 
@@ -87,7 +95,7 @@ def test_a_full_disk_costs_no_checkpoint_that_was_complete(bake: Bake, paralleli
     assert all("disk full?" in line for line in (*first, last)) and "the run continues" not in last, err
     assert len(first) == (1 if words else 0) and all("the run continues" in line for line in first), err
     assert names(project) == before
-    train(project, *words)
+    train_alone(project, *words)
     assert read_losses(project / "run")[:4] == losses and len(read_losses(project / "run")) == STEPS
 
 
@@ -126,7 +134,7 @@ def test_a_run_that_is_killed_while_it_saves_resumes_bitwise(
     assert read_losses(project / "run") == read_losses(project / "whole")
 
 
-@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), ("fsdp", SHARDED[:2])])
+@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), *weekly(("fsdp", SHARDED[:2]))])
 def test_a_save_may_take_longer_than_messages(bake: Bake, tmp_path: Path, parallelism: str, words: list[str]) -> None:
     project = bake(parallelism=parallelism)
     slow = change_saves(tmp_path, words, "time.sleep(12 * (os.environ['RANK'] == '0'))")
@@ -134,19 +142,19 @@ def test_a_save_may_take_longer_than_messages(bake: Bake, tmp_path: Path, parall
     assert not err and [name[5:13] for name in names(project)] == ["00000004", "00000008"]
 
 
-@pytest.mark.parametrize("words", [SHARDED[:2], []])
+@pytest.mark.parametrize("words", [SHARDED[:2], *weekly([])])
 def test_another_model_costs_no_checkpoint(bake: Bake, words: list[str]) -> None:
     project = bake(parallelism="fsdp")
-    train(project, *words)
+    train_alone(project, *words)
     edit(project, {NORM: NORM[1] + "        self.scale = nn.LayerNorm(1)\n"})
-    err, before = train(project, *words, "--train.max_steps", "9", code=2), names(project)
+    err, before = train_alone(project, *words, "--train.max_steps", "9", code=2), names(project)
     assert "scale" in err and err.count("\n") == 1 and before[-1].startswith("step-00000008."), err
     newest = f"run/checkpoints/{before[-1]}"
-    err = launch(project, "evaluate", "--distributed.device", "cpu", "--checkpoint", newest, code=2).stderr
+    err = run_alone(project, "evaluate", "--distributed.device", "cpu", "--checkpoint", newest, code=2).stderr
     assert "scale" in err and names(project) == before and err.count("\n") == 1, err
 
 
-@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), ("fsdp", SHARDED[:2])])
+@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), *weekly(("fsdp", SHARDED[:2]))])
 def test_a_save_that_fails_is_reported_and_costs_no_other(
     bake: Bake, tmp_path: Path, parallelism: str, words: list[str]
 ) -> None:
@@ -189,51 +197,52 @@ print(*counts)
 
 def test_damage_of_any_kind_to_a_sharded_checkpoint_is_found_or_does_not_matter(bake: Bake) -> None:
     project = bake(parallelism="fsdp")
-    train(project, *SHARDED, "--train.max_steps", "2")
+    train_alone(project, *SHARDED, "--train.max_steps", "2")
     read, refused = map(int, run_python(project, READ).split())
     assert read + refused == 800 and refused > 400
 
 
-@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), ("fsdp", SHARDED)])
+@pytest.mark.parametrize(("parallelism", "words"), [("ddp", []), *weekly(("fsdp", SHARDED))])
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_anew(
     bake: Bake, parallelism: str, words: list[str]
 ) -> None:
     project = bake(parallelism=parallelism)
-    train(project, *words, "--checkpoint.every_steps", "4")
+    start = train_alone if parallelism == "ddp" else train
+    start(project, *words, "--checkpoint.every_steps", "4")
     records = read_records(project / "run")
     complete = names(project)
     for name in complete:
         damage(project / "run" / "checkpoints" / name)
     for _ in range(2):
-        *_, last = train(project, *words, code=2).splitlines()
+        *_, last = start(project, *words, code=2).splitlines()
         assert last.startswith("error: ") and "all others are damaged" in last
         assert names(project) == [f"{name}.damaged" for name in complete]
         assert read_records(project / "run") == records
     shutil.rmtree(project / "run" / "checkpoints")
-    train(project, *words)
+    start(project, *words)
     assert len(read_losses(project / "run")) == STEPS
 
 
 def test_checkpoints_have_the_order_of_their_numbers(bake: Bake) -> None:
     project = bake()
-    train(project, "--train.max_steps", "4")
+    train_alone(project, "--train.max_steps", "4")
     folder = project / "run" / "checkpoints"
     (folder / "step-00000004.pt").rename(folder / "step-100000000.pt")
     damage(folder / "step-99999999.pt")
-    out = launch(project, *SMALL, "--run.dir", "run").stdout
+    out = run_alone(project, *SMALL, "--run.dir", "run").stdout
     assert "run: step 4 of 8" in out and not [name for name in names(project) if name.endswith(".damaged")]
 
 
-@pytest.mark.parametrize("damage", [b"\0" * 700, b'7\n{"event": "tr', b"\xff\n\x9d{}"])
+@pytest.mark.parametrize("damage", [b'7\n{"event": "tr', *weekly(b"\0" * 700, b"\xff\n\x9d{}")])
 def test_what_a_crash_of_the_machine_damaged_is_set_aside(bake: Bake, damage: bytes) -> None:
     """File systems may leave NULs, or nothing, where a machine has stopped before data was on the disk."""
     project = bake()
-    train(project, "--train.max_steps", "4")
+    train_alone(project, "--train.max_steps", "4")
     records = project / "run" / "metrics.jsonl"
     records.write_bytes(damaged := records.read_bytes() + damage)
     (project / "run" / "provenance.json").write_bytes(b"")
     (project / "run" / "checkpoints" / "step-00000009.pt.tmp").write_bytes(bytes(9))
-    assert train(project).splitlines() == [
+    assert train_alone(project).splitlines() == [
         "run/provenance.json is no JSON object; it is now provenance.json.damaged",
         "run/metrics.jsonl has a damaged line; the best evaluation may be lost; it is now metrics.jsonl.damaged",
     ]
@@ -241,7 +250,7 @@ def test_what_a_crash_of_the_machine_damaged_is_set_aside(bake: Bake, damage: by
     assert len(read_losses(project / "run")) == STEPS
     provenance = json.loads((project / "run" / "provenance.json").read_text())
     assert provenance["step"] == 4 and provenance["earlier"] == []
-    assert not [name for name in names(project) if name.endswith(".tmp")] and not train(project)
+    assert not [name for name in names(project) if name.endswith(".tmp")] and not train_alone(project)
 
 
 def test_a_run_whose_folder_is_removed_ends_with_an_error(bake: Bake) -> None:
@@ -258,20 +267,20 @@ def test_a_run_whose_folder_is_removed_ends_with_an_error(bake: Bake) -> None:
 def test_weights_that_are_not_finite_are_not_saved(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     words = ["--optim.lr", "3e37", "--optim.warmup_steps", "0", "--checkpoint.every_steps", "1"]
-    err = train(project, *words, *(SHARDED[:2] if parallelism == "fsdp" else []), code=2)
+    err = train_alone(project, *words, *(SHARDED[:2] if parallelism == "fsdp" else []), code=2)
     assert re.search(r"step 1 is not saved: \S+ is not finite", err) and err.count("\n") == 1, err
     assert not names(project)
 
 
 def test_another_batch_size_is_refused_in_the_middle_of_a_run(bake: Bake) -> None:
     project = bake()
-    train(project, "--train.max_steps", "2")
-    assert "data.global_batch_size is 64, and 32 in the checkpoint" in train(
+    train_alone(project, "--train.max_steps", "2")
+    assert "data.global_batch_size is 64, and 32 in the checkpoint" in train_alone(
         project, "--data.global_batch_size", "64", code=2
     )
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", *weekly("tensor", "mesh")])
+@pytest.mark.parametrize("parallelism", ["fsdp", *weekly("pipeline", "tensor", "mesh")])
 def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism)
     launch(project, *SMALL, "--run.dir", "whole")
@@ -280,11 +289,11 @@ def test_a_sharded_run_that_is_killed_resumes_bitwise(bake: Bake, parallelism: s
     train(project, *SHARDED)
     assert read_losses(project / "run") == read_losses(project / "whole")
     evaluate = ["evaluate", "--distributed.device", "cpu", "--checkpoint"]
-    sharded, whole = (json.loads(launch(project, *evaluate, folder).stdout) for folder in ("run", "whole"))
+    sharded, whole = (json.loads(run_alone(project, *evaluate, folder).stdout) for folder in ("run", "whole"))
     assert sharded["loss"] == pytest.approx(whole["loss"], rel=1e-6) and sharded["step"] == STEPS
     newest = Path("run/checkpoints") / names(project)[-1]
     damage(project / newest)
-    err = launch(project, *evaluate, newest, code=2).stderr
+    err = run_alone(project, *evaluate, newest, code=2).stderr
     assert err.endswith(f"error: {newest} is not a readable checkpoint: a part of it is damaged or missing\n"), err
     for _ in range(2):  # Also if a damaged one of that step is there.
         damage(project / newest)
@@ -328,7 +337,7 @@ def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
     model = torch.load(newest, weights_only=True)["model"]
     torch.save(model, project / "state_dict.pt")
     for file in (newest, "state_dict.pt"):
-        launch(project, "export", "--checkpoint", file, "--output", "weights.safetensors")
+        run_alone(project, "export", "--checkpoint", file, "--output", "weights.safetensors")
         weights = load_file(project / "weights.safetensors")
         assert weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
     (project / "lost" / "checkpoints").mkdir(parents=True)
@@ -337,9 +346,9 @@ def test_weights_are_exported_runs_drawn_and_steps_traced(bake: Bake) -> None:
     no_best = ["lost", "--output", "a.safetensors"]
     named_by = ((no_run, "a run.dir with a best one"), (no_best, "a run.dir with a best one"), (no_folder, "README.md"))
     for words, named in named_by:
-        error = launch(project, "export", "--checkpoint", *words, code=2).stderr
+        error = run_alone(project, "export", "--checkpoint", *words, code=2).stderr
         assert error.startswith("error: ") and error.count("\n") == 1 and named in error, error
-    launch(project, "plot", "--runs", "[run]", "--output", "curves.png")
+    run_alone(project, "plot", "--runs", "[run]", "--output", "curves.png")
     assert (project / "curves.png").read_bytes().startswith(b"\x89PNG")
     traces = [json.loads(path.read_text()) for path in (project / "run").glob("*trace*.json")]
     assert len(traces) == 2 and all(len(trace["traceEvents"]) > 100 for trace in traces)
@@ -357,7 +366,7 @@ def test_a_picture_has_the_lines_of_all_runs_panel_by_panel(bake: Bake) -> None:
         evaluations = [{"event": "eval", "step": 200 * n, **each} for n, each in enumerate(metrics, start=1)]
         (project / run).mkdir()
         (project / run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in train + evaluations))
-    launch(project, "plot", "--runs", "[a, b]", "--output", "curves.svg")
+    run_alone(project, "plot", "--runs", "[a, b]", "--output", "curves.svg")
     *drawn, legend = re.split(r'^  <g id="(?:axes|legend)_\d+">$', (project / "curves.svg").read_text(), flags=re.M)[1:]
     for panel in drawn:
         texts = re.findall("<!-- (.*?) -->", panel)
@@ -398,13 +407,13 @@ def test_no_stage_keeps_the_outputs_of_an_evaluation(bake: Bake, parallelism: st
     train(project, "--parallel.pipeline", "2")
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "pipeline", "tensor", "mesh"])
+@pytest.mark.parametrize("parallelism", ["fsdp", "mesh", *weekly("pipeline", "tensor")])
 def test_an_estimate_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: str) -> None:
     project, weights = bake(parallelism=parallelism, task="language"), []
     sizes = ["--parallel.pipeline", "2", "--parallel.tensor", "2"] if parallelism == "mesh" else []
     for ranks in (1, 2):
         words = ("estimate", "--ranks", str(4 * ranks if sizes else ranks), "--memory", "1", *sizes)
-        out = launch(project, *words).stdout
+        out = run_alone(project, *words).stdout
         assert "fit into 1; not counted" in out
         rows = [line.split() for line in out.splitlines() if line.startswith("rank")]
         weights.append(min(float(row[2]) for row in rows))
@@ -444,35 +453,35 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallelism", ["ddp", *weekly("fsdp")])
 @pytest.mark.parametrize("odd", ODD)
 def test_what_is_named_like_a_checkpoint_ends_no_run(bake: Bake, parallelism: str, odd: str) -> None:
     project = bake(parallelism=parallelism)
-    train(project, "--train.max_steps", "4")
+    train_alone(project, "--train.max_steps", "4")
     ODD[odd](project / "run" / "checkpoints")
-    err = train(project)
+    err = train_alone(project)
     assert err.count("\n") == (odd == "file") == err.count("is now step-00000099"), err
     assert len(read_losses(project / "run")) == STEPS
 
 
 def test_a_best_that_is_no_file_of_the_run_shows_nothing(bake: Bake) -> None:
     project = bake()
-    train(project)
+    train_alone(project)
     best = project / "run" / "checkpoints" / "best"
     for odd in (lambda: best.symlink_to("/etc/passwd"), lambda: os.mkfifo(best)):
         best.unlink()
         odd()
-        err = launch(project, "evaluate", "--checkpoint", "run", code=2).stderr
+        err = run_alone(project, "evaluate", "--checkpoint", "run", code=2).stderr
         assert err == "error: --checkpoint is run, neither a checkpoint nor a run.dir with a best one\n"
 
 
 def test_the_best_checkpoint_stays_if_its_record_is_lost(bake: Bake) -> None:
     project = bake()
     words = ["--train.eval_every", "1", "--checkpoint.keep", "1", "--train.max_steps"]
-    train(project, *words, "3", "--optim.warmup_steps", "0")
+    train_alone(project, *words, "3", "--optim.warmup_steps", "0")
     best = (project / "run" / "checkpoints" / "best").read_text()
     (project / "run" / "metrics.jsonl").unlink()
-    train(project, *words, "8", "--optim.lr", "1e-9")
+    train_alone(project, *words, "8", "--optim.lr", "1e-9")
     assert (project / "run" / "checkpoints" / best).exists()
 
 
@@ -482,11 +491,11 @@ def test_the_best_checkpoint_of_a_run_can_be_read_while_it_trains(bake: Bake) ->
     with started(project / "scripts/launch.sh", *SMALL, *words, "--run.dir", "run", cwd=project, NPROC="1"):
         wait_until(lambda: len(read_records(project / "run", "eval")) > 1, "the run evaluates")
         for number in range(3):
-            launch(project, "export", "--checkpoint", "run", "--output", f"{number}.safetensors")
-            launch(project, "evaluate", "--checkpoint", "run", "--distributed.device", "cpu", nproc=1)
+            run_alone(project, "export", "--checkpoint", "run", "--output", f"{number}.safetensors")
+            run_alone(project, "evaluate", "--checkpoint", "run", "--distributed.device", "cpu")
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallelism", ["ddp", *weekly("fsdp")])
 def test_a_resumed_run_keeps_no_checkpoint_mapped(bake: Bake, parallelism: str) -> None:
     """Otherwise, the space of a checkpoint that is removed would not be free."""
     project = bake(parallelism=parallelism)

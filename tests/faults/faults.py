@@ -417,7 +417,7 @@ FAULTS = {
         "Parallel.check_used",
         "not in self.reached",
         "is None",
-        REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[fsdp-2-words4-1-the loss does not "
+        REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[fsdp-2-words6-1-the loss does not "
         "depend on ['head.]",
     ),
     "a bucket of gradients that DDP keeps is no error": Fault(
@@ -425,7 +425,7 @@ FAULTS = {
         "Parallel.clip_grad_norm",
         "not self.is_reduced",
         "not self.ddp",
-        REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[ddp-1-words0-0-unused in the last "
+        REPORTS + "test_a_layer_that_some_micro_batches_lack_is_right_or_refused[ddp-1-words4-0-unused in the last "
         "micro-batch]",
     ),
     "shards lose the hook of a parameter": Fault(
@@ -794,7 +794,7 @@ FAULTS = {
         "quoted",
         r""".replace("\\", "\\\\")""",
         "",
-        ANSWERS + r"test_a_name_may_contain_any_other_character[back\\slash \\n \\x41]",
+        ANSWERS + "test_names_may_contain_any_other_character",
     ),
     "an old cookiecutter writes half a project": Fault(
         CHECKS,
@@ -823,8 +823,7 @@ FAULTS = {
         "CheckAnswers.preprocess",
         "source == FOLDER",
         "source == name",
-        ANSWERS
-        + "test_an_answer_in_a_file_is_rejected_in_the_same_way[replay-project_slug-../evil-letters and digits]",
+        ANSWERS + "test_it_is_rejected_in_one_line_with_a_command_that_works[replay-project_slug-../evil]",
     ),
     "a replay says itself what follows from its answers": Fault(
         CHECKS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Bake, edit, launch, launch_and_kill, read_records
+from conftest import Bake, edit, launch, launch_and_kill, read_records, weekly
 
 pytestmark = pytest.mark.long
 
@@ -61,6 +61,8 @@ EXPERIMENTS: dict[str, tuple[Any, list[str]]] = {
     "compiled": ({}, ["--train.compile", "true"]),
     "recomputed": ({POOLED: DROPS}, ["--train.activation_checkpointing", "true"]),
 }
+# In fp32, all runs are compared with that of ddp on one rank.
+RANKS = {"ddp": (1, 2, 4, 8), "model_parallel": (4,), "fsdp": (2, 8)}
 LONG = {("digits", "fp32"), ("dropout", "ddp"), ("weights", "fsdp"), ("partly unused", "ddp")}
 
 
@@ -94,10 +96,9 @@ def cases(*choices: list[str]) -> list[Any]:
 @pytest.mark.parametrize(("task", "precision"), cases([*WORDS], ["fp32", "bf16", "fp16"]))
 def test_strategies_and_ranks_give_the_same_bits(bake: Bake, tmp_path: Path, task: str, precision: str) -> None:
     first = None
-    for parallelism in ("ddp", "model_parallel", "fsdp"):
+    for parallelism in RANKS:
         project = bake(parallelism, parallelism=parallelism, task=task)
-        # In fp32, all runs are compared with that of ddp on one rank.
-        for nproc in (1, 4) if precision == "fp32" and parallelism == "model_parallel" else (1, 2, 4, 8):
+        for nproc in RANKS[parallelism] if precision == "fp32" else (1, 2, 4, 8):
             run = tmp_path / f"{parallelism} {task} {precision} {nproc}"
             words = [*COMMON, *WORDS[task], "--train.precision", precision, "--run.dir", run]
             launch(project, *words, nproc=nproc)
@@ -130,7 +131,7 @@ def test_six_micro_batches_have_the_same_bits_on_1_3_and_6_ranks(bake: Bake, tmp
         assert_same_bits(tmp_path / f"six {nproc}", tmp_path / "six 1")
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallelism", ["ddp", *weekly("fsdp")])
 def test_a_run_that_is_killed_and_changes_its_ranks_has_the_same_bits(
     bake: Bake, tmp_path: Path, parallelism: str
 ) -> None:

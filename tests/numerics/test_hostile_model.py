@@ -34,16 +34,17 @@ SETTINGS = {
     "distributed.device": "cpu",
 }
 WORDS = ["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value)))]
-# A mesh is a pipeline of groups of tensor ranks, and data_parallel one process.
-RARE = ("pipeline", "tensor", "data_parallel")
+# A mesh is a pipeline of groups of tensor ranks, data_parallel one process, and model_parallel DDP on several devices.
+RARE = ("model_parallel", "pipeline", "tensor", "data_parallel")
 CASES = [name for name in CHOICES["parallelism"] if name not in RARE] + weekly(*RARE)
 # What splits blocks, or moves them to several devices.
 SPLITS_BLOCKS = ("fsdp", "model_parallel", "pipeline", "tensor", "mesh")
 LAYOUTS = {"mesh": ["--parallel.pipeline", "2", "--parallel.tensor", "2"]}
 
 
-def nproc_of(strategy: str) -> int:
-    return 1 if strategy == "data_parallel" else 4
+def nproc_of(strategy: str, least: int = 4) -> int:
+    """Return the number of ranks of a run: at least that of the parts of a mesh."""
+    return {"data_parallel": 1, "mesh": 4}.get(strategy, least)
 
 
 def hostile(baked: Bake, strategy: str, **constants: bool) -> Path:
@@ -104,7 +105,7 @@ def test_a_killed_run_resumes_bitwise(baked: Bake, reference: dict[str, Any], tm
 def test_shared_weights_stay_shared_or_are_refused_by_name(baked: Bake, tmp_path: Path, strategy: str) -> None:
     project, refused = hostile(baked, strategy, TIED=True), strategy in SPLITS_BLOCKS
     words = (*WORDS, *LAYOUTS.get(strategy, []), "--run.dir", tmp_path)
-    result = launch(project, *words, nproc=nproc_of(strategy), code=2 if refused else 0)
+    result = launch(project, *words, nproc=nproc_of(strategy, 2), code=2 if refused else 0)
     if refused:
         assert "linear.weight" in result.stderr and result.stderr.startswith("error: "), result.stderr
         assert result.stderr.count("\n") == 1, result.stderr
@@ -115,7 +116,7 @@ def test_shared_weights_stay_shared_or_are_refused_by_name(baked: Bake, tmp_path
 
 @pytest.mark.parametrize("strategy", CASES)
 def test_an_unused_parameter_is_refused_by_name_unless_it_may_be(baked: Bake, tmp_path: Path, strategy: str) -> None:
-    project, nproc = hostile(baked, strategy, UNUSED=True), nproc_of(strategy)
+    project, nproc = hostile(baked, strategy, UNUSED=True), nproc_of(strategy, 2)
     words = [*WORDS, *LAYOUTS.get(strategy, [])]
     result = launch(project, *words, "--run.dir", tmp_path / "refused", nproc=nproc, code=2)
     # Under pipeline parallelism, only one rank has the parameter, and the others name that rank and its reason.

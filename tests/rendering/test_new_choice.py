@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import BIN, CHOICES, TEMPLATE, copy_template, read_tree, render_copy, run
-from renders import PARTS, File, Project
+from renders import PARTS, File, Project, mixed
 from traces import find_traces
 
 EXISTING = [(path.parent.name, path.name) for path in sorted(PARTS.glob("*/*")) if path.name != "shared"]
@@ -89,34 +89,38 @@ def template(tmp_path: Path) -> Path:
     return copy_template(tmp_path / "template")
 
 
-def add_choice(template: Path, question: str, like: str, changes: dict[str, str]) -> None:
+def add_choice(template: Path, question: str, like: str, changes: dict[str, str], name: str = "new") -> None:
     """Follow the steps: copy a folder and change it, and name the choice and its label in cookiecutter.json."""
     folder = template / "templates" / question
-    shutil.copytree(folder / like, folder / "new")
-    texts = {path: path.read_text() for path in (folder / "new").iterdir()}
+    shutil.copytree(folder / like, folder / name)
+    texts = {path: path.read_text() for path in (folder / name).iterdir()}
     for before, after in changes.items():
         assert any(before in text for text in texts.values()), before
         texts = {path: text.replace(before, after) for path, text in texts.items()}
     for path, text in texts.items():
         path.write_text(text)
     context = json.loads((template / "cookiecutter.json").read_text())
-    context[question].append("new")
-    context["__prompts__"][question]["new"] = "new: pick it to try the steps"
+    context[question].append(name)
+    context["__prompts__"][question][name] = f"{name}: pick it to try the steps"
     (template / "cookiecutter.json").write_text(json.dumps(context, indent=2))
 
 
-@pytest.mark.parametrize(("question", "choice"), EXISTING)
-def test_a_copy_of_a_choice_under_another_name_renders_the_same_project(
-    template: Path, question: str, choice: str
-) -> None:
-    """So no file outside its folder names it, and nothing in the template takes it for one of the others."""
-    add_choice(template, question, choice, {})
-    projects = [render_copy(template, template.parent / name, **{question: name}) for name in (choice, "new")]
-    original, copy = map(read_tree, projects)
-    line = f'{question} = "{choice}"\n'.encode()
-    assert line in original["pyproject.toml"]
-    original["pyproject.toml"] = original["pyproject.toml"].replace(line, f'{question} = "new"\n'.encode())
-    assert copy == original
+def test_copies_of_all_choices_under_other_names_render_the_same_projects(template: Path) -> None:
+    """So no file outside its folder names a choice, and nothing in the template takes it for one of the others."""
+    names = {(question, choice): f"copy-of-{choice}" for question, choice in EXISTING}
+    for (question, choice), name in names.items():
+        add_choice(template, question, choice, {}, name)
+    for number, answers in enumerate(mixed()):
+        copies = {question: names.get((question, choice), choice) for question, choice in answers.items()}
+        original = read_tree(render_copy(template, template.parent / f"original-{number}", **answers))
+        copy = read_tree(render_copy(template, template.parent / f"copy-{number}", **copies))
+        for question, choice in answers.items():
+            if (question, choice) in names:
+                line = f'{question} = "{choice}"\n'.encode()
+                assert line in original["pyproject.toml"]
+                renamed = f'{question} = "{copies[question]}"\n'.encode()
+                original["pyproject.toml"] = original["pyproject.toml"].replace(line, renamed)
+        assert copy == original, answers
 
 
 @pytest.mark.parametrize("question", NEW)

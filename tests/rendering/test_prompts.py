@@ -13,15 +13,10 @@ from conftest import CHOICES, CONTEXT, QUESTIONS, TEMPLATE
 PROMPT = r"\)(?:\x1b\[[\d;]*m)*: "  # The end of the default, which is in parentheses and colored.
 
 
-def start(folder: Path) -> pexpect.spawn:
-    """Start cookiecutter on a terminal of 80 columns, and return the process."""
-    terminal = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
-    return pexpect.spawn(COOKIECUTTER, [str(TEMPLATE)], cwd=str(folder), env=terminal, encoding="utf-8", timeout=60)
-
-
 def answer_questions(folder: Path, **answers: str) -> pexpect.spawn:
-    """Answer each question, with Enter if there is no other answer, and return the finished process."""
-    child = start(folder)
+    """Answer each question on a terminal of 80 columns, by default with Enter, and return the finished process."""
+    terminal = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    child = pexpect.spawn(COOKIECUTTER, [str(TEMPLATE)], cwd=str(folder), env=terminal, encoding="utf-8", timeout=60)
     for name in QUESTIONS:
         label = CONTEXT["__prompts__"][name]
         child.expect_exact(label if isinstance(label, str) else label["__prompt__"])
@@ -49,19 +44,6 @@ def test_choices_can_be_selected_by_number_and_the_slug_follows_the_name(tmp_pat
     answer_questions(tmp_path, project_name="2024 Run", launcher="2", docker="y", license=number("Proprietary"))
     choices = recorded(tmp_path / "experiment-2024-run")
     assert (choices["launcher"], choices["docker"], choices["license"]) == ("spawn", "true", "Proprietary")
-
-
-def test_a_question_is_asked_again_after_an_invalid_choice(tmp_path: Path) -> None:
-    child = start(tmp_path)
-    for _ in QUESTIONS[: QUESTIONS.index("launcher")]:
-        child.expect(PROMPT)
-        child.sendline("")
-    child.expect_exact(CONTEXT["__prompts__"]["launcher"]["__prompt__"])
-    child.expect(PROMPT)
-    child.sendline("7")
-    child.expect("(?i)select one of the available options")
-    child.close(force=True)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_question_that_a_replay_lacks_is_asked(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Parallel:
             self.scaler.scale(loss).backward()
 
     def predict(self, inputs: Any) -> Any:
-        """Return this rank's outputs, or None if another rank has them; a collective."""
+        """Return this rank's outputs."""
         return self.copies(inputs)
 
     def autocast(self) -> torch.autocast:

@@ -38,7 +38,7 @@ class Parallel:
         # The numbers of this rank's micro-batches: a contiguous range of the global batch's.
         first = count * self.dp_rank
         self.microbatches = range(first, first + count)
-        # Ranks join their sums as one rank would if each has a whole subtree: 1, 2, 4, ... of them.
+        # Ranks join sums as one rank would if each has a subtree: 1, 2, 4, ... micro-batches.
         self.matches_one_rank = self.dp_size == 1 or count & (count - 1) == 0
         # This computes in train.precision where that is safe; weights and gradients stay in fp32.
         dtype = AUTOCAST_DTYPES.get(config.train.precision)
@@ -60,7 +60,7 @@ class Parallel:
             find_unused_parameters=config.train.allow_unused,
             gradient_as_bucket_view=True,
         )
-        # Each forward reads this. The argument has another name since PyTorch 2.13.
+        # Each forward reads this attribute. Its argument has another name since PyTorch 2.13.
         self.ddp.broadcast_buffers = False  # Rank 0's would replace all: see average_buffers().
         self.ddp.register_comm_hook(None, self.all_reduce)
 
@@ -88,7 +88,6 @@ class Parallel:
                 gradient += sums.get(parameter, 0)
         gradients = bucket.buffer()
         self.is_reduced = bucket.is_last()
-        # If a message fails, so do the next ones, which begin_save() sends before it saves.
         if self.dp_size <= 2 or not self.exact:
             # Two ranks are a tree. With more, PyTorch's all-reduce may add in any order.
             message = dist.all_reduce(gradients, async_op=True)
@@ -100,7 +99,7 @@ class Parallel:
         return message.get_future().then(lambda _: gradients.copy_(padded[: len(gradients)]))
 
     def predict(self, inputs: Any) -> Any:
-        """Return this rank's outputs, or None if another rank has them; a collective."""
+        """Return this rank's outputs."""
         with self.autocast:
             return self.module(inputs)
 
@@ -117,7 +116,7 @@ class Parallel:
         return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's statistics over the ranks, and reject copies that drift apart."""
+        """Average BatchNorm's statistics before a save or evaluation; reject copies that drift."""
         # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
@@ -178,9 +177,9 @@ def add_as_tree(module: nn.Module, number: int, partial_sums: list[Gradients]) -
     for parameter in module.parameters():
         if parameter.grad is not None:
             sums[parameter] = parameter.grad.clone()
-    # Later micro-batches may lack a gradient, which has to be zero: ranks add up what is there.
+    # What later micro-batches lack keeps a gradient, zero, to which the sums are added.
     module.zero_grad(set_to_none=False)
-    # While the last partial sum is over as many gradients as this one, both become one.
+    # While 4 divides the number, a sum over as many gradients waits: both become one.
     while number % 4 == 0:
         for parameter, gradient in partial_sums.pop().items():
             sums[parameter] += gradient

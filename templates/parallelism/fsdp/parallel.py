@@ -39,7 +39,7 @@ class Parallel:
         self.dp_group = dist.group.WORLD
         count = config.data.num_microbatches // self.dp_size
         # The numbers of this rank's micro-batches in the global batch. Ranks take turns: each
-        # backward leaves the sum over one turn's neighbors, which are the lower levels of the tree.
+        # backward leaves the sum over one turn's neighbors, as does add_as_tree() at the next levels.
         self.microbatches = range(self.dp_rank, count * self.dp_size, self.dp_size)
         self.matches_one_rank = self.dp_size & (self.dp_size - 1) == 0
         self.allow_unused = config.train.allow_unused
@@ -79,8 +79,8 @@ class Parallel:
 
         def wrap(block: nn.Module) -> nn.Module:
             refuse_shared(block)
-            # The order matters: recompute, compile, shard. FSDP gathers weights by hooks around all
-            # of this, so that the recomputation finds them gathered.
+            # FSDP comes last: its hooks gather weights around forward, and around its recomputation
+            # in backward.
             prepare_block(block, config)
             shard(block, reshard_after_forward=config.parallel.reshard_after_forward)
             blocks.append(block)
@@ -90,7 +90,7 @@ class Parallel:
         # The model may have let its blocks share parameters after they were wrapped.
         for block in blocks:
             refuse_shared(block)
-        # This shards parameters outside of the blocks.
+        # This shards parameters outside of the blocks, and returns self.module as an FSDPModule.
         self.fsdp = shard(self.module)
         tree: Any = TreeReduceScatter()
         for module in self.module.modules():
@@ -127,7 +127,7 @@ class Parallel:
 
     def watch_parameters(self) -> None:
         """Let a backward add each trained parameter that it reaches to ``reached``."""
-        # The whole model comes last. It gathers only parameters outside of the blocks.
+        # The whole model comes last: its unshard() gathers only parameters outside of the blocks.
         for prefix, block in reversed(list(self.module.named_modules())):
             if not isinstance(block, FSDPModule):
                 continue
@@ -141,8 +141,8 @@ class Parallel:
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""
-        # FSDP concatenates the gradients that a rank has, and adds the results up over the ranks:
-        # if one rank lacks a gradient, this adds up gradients of different parameters.
+        # FSDP has concatenated the gradients that a rank has, and added the results up over the
+        # ranks: where one rank lacked a gradient, those of different parameters were added.
         unused = {name for name in self.watched if self.watched[name] not in self.reached}
         if unused and not self.allow_unused:
             raise UserError(
@@ -159,7 +159,7 @@ class Parallel:
                 )
 
     def predict(self, inputs: Any) -> Any:
-        """Return this rank's outputs, or None if another rank has them; a collective."""
+        """Return this rank's outputs; a collective."""
         outputs = self.module(inputs)
         # No backward follows that would free the last block's weights.
         self.last_block.reshard()
@@ -222,9 +222,9 @@ def add_as_tree(module: nn.Module, number: int, partial_sums: list[Gradients]) -
     for parameter in module.parameters():
         if parameter.grad is not None:
             sums[parameter] = parameter.grad.clone()
-    # Later micro-batches may lack a gradient, which has to be zero: ranks add up what is there.
+    # What later micro-batches lack keeps a gradient, zero, to which the sums are added.
     module.zero_grad(set_to_none=False)
-    # While the last partial sum is over as many gradients as this one, both become one.
+    # While 4 divides the number, a sum over as many gradients waits: both become one.
     while number % 4 == 0:
         for parameter, gradient in partial_sums.pop().items():
             sums[parameter] += gradient
@@ -272,7 +272,7 @@ def refuse_shared(block: nn.Module) -> None:
             raise UserError(
                 f"{name} of the {type(block).__name__} is shared with another block; use a copy"
             )
-        # The mark disappears with the parameter, for example when a shard replaces it.
+        # A parameter loses the mark when a shard replaces it; a later call marks the shard.
         parameter.is_in_a_block = True
 
 
@@ -280,7 +280,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
         if not buffer.is_contiguous():
-            # Loading a checkpoint copies into a buffer, which one that is expanded rejects.
+            # Loading a checkpoint copies into a buffer, which fails if the buffer is expanded.
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):

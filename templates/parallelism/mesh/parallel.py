@@ -180,26 +180,26 @@ class Parallel:
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient, and return the norm before."""
-        gradient_shards = list[Tensor]()
-        counted_shards = list[Tensor]()
+        shards = list[Tensor]()
+        counted_gradients = list[Tensor]()
         for parameter in self.module.parameters():
-            gradient = parameter.grad
+            gradient: Any = parameter.grad
             if gradient is None:
                 continue
-            gradient_shards.append(gradient.to_local())
+            # PyTorch clips tensors of one mesh, or plain ones: a shard, and its gradient.
+            shard: Any = parameter
+            shards.append(shard.to_local())
+            shards[-1].grad = gradient.to_local()
             # Tensor ranks have equal gradients where plan.py shards nothing: the first counts them.
             if self.tensor_rank == 0 or is_sharded_by_plan(gradient):
-                counted_shards.append(gradient.to_local())
+                counted_gradients.append(gradient.to_local())
         # The norm of no gradients would be on the CPU.
-        local_norm = nn.utils.get_total_norm(counted_shards).to(self.device)
+        local_norm = nn.utils.get_total_norm(counted_gradients).to(self.device)
         # An all-reduce may add in any order. Replicas have equal gradients, and all are in the sum.
         norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
         dist.all_gather(norms, local_norm)
         total_norm = torch.stack(norms).norm() / math.sqrt(self.layout.replicas)
-        # PyTorch's clip_grads_with_norm_ fails, because plan.py puts gradients on several meshes.
-        scale = (max_norm / (total_norm + 1e-6)).clamp(max=1)
-        for gradient_shard in gradient_shards:
-            gradient_shard.mul_(scale)
+        nn.utils.clip_grads_with_norm_(shards, max_norm, total_norm)
         return total_norm
 
     def average_buffers(self) -> None:

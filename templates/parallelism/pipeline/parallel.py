@@ -97,8 +97,8 @@ class Parallel:
             if not self.has_stage(stage_index):
                 return block.to("meta")
             block.to(self.device)
-            # The order matters: recompute, compile, shard. FSDP gathers weights by hooks around all
-            # of this, so that the recomputation finds them gathered.
+            # FSDP comes last: its hooks gather weights around forward, and around its recomputation
+            # in backward.
             prepare_block(block, config)
             shard(block)
             return block

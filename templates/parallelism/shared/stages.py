@@ -132,7 +132,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
         if not buffer.is_contiguous():
-            # Loading a checkpoint copies into a buffer, which one that is expanded rejects.
+            # Loading a checkpoint copies into a buffer, which fails if the buffer is expanded.
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):

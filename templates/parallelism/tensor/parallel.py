@@ -95,8 +95,8 @@ class Parallel:
         def wrap(block: nn.Module) -> nn.Module:
             block.to(self.device)
             refuse_shared(block)
-            # The order matters: shard layers, recompute, compile, shard. FSDP gathers weights by
-            # hooks around all of this, so that the recomputation finds them gathered.
+            # FSDP comes last: it shards the plan's DTensors, and its hooks gather weights around
+            # forward, and around its recomputation in backward.
             shard_layers(block, self.tensor_mesh)
             prepare_block(block, config)
             shard(block, reshard_after_forward=self.layout.reshard_after_forward)
@@ -133,7 +133,7 @@ class Parallel:
 
     def watch_parameters(self) -> None:
         """Let a backward add each trained parameter that it reaches to ``reached``."""
-        # The whole model comes last. It gathers only parameters outside of the blocks.
+        # The whole model comes last: its unshard() gathers only parameters outside of the blocks.
         for prefix, block in reversed(list(self.module.named_modules())):
             if not isinstance(block, FSDPModule):
                 continue
@@ -147,8 +147,8 @@ class Parallel:
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""
-        # FSDP concatenates the gradients that a rank has, and adds the results up over the ranks:
-        # if one rank lacks a gradient, this adds up gradients of different parameters.
+        # FSDP has concatenated the gradients that a rank has, and added the results up over the
+        # ranks: where one rank lacked a gradient, those of different parameters were added.
         unused = {name for name in self.watched if self.watched[name] not in self.reached}
         if unused and not self.allow_unused:
             raise UserError(
@@ -176,29 +176,29 @@ class Parallel:
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient, and return the norm before."""
-        gradient_shards = list[Tensor]()
-        counted_shards = list[Tensor]()
+        shards = list[Tensor]()
+        counted_gradients = list[Tensor]()
         for parameter in self.module.parameters():
             gradient: Any = parameter.grad
             if gradient is None:
                 continue
-            gradient_shards.append(gradient.to_local())
+            # PyTorch clips tensors of one mesh, or plain ones: a shard, and its gradient.
+            shard: Any = parameter
+            shards.append(shard.to_local())
+            shards[-1].grad = gradient.to_local()
             # A gradient that plan.py does not shard is equal on all tensor ranks: only the first of
             # them counts it.
             if self.tensor_rank == 0 or is_sharded_by_plan(gradient):
-                counted_shards.append(gradient.to_local())
+                counted_gradients.append(gradient.to_local())
         # The norm of no gradients would be on the CPU.
-        local_norm = nn.utils.get_total_norm(counted_shards).to(self.device)
+        local_norm = nn.utils.get_total_norm(counted_gradients).to(self.device)
         # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
         # ranks, so all ranks scale their shards by the same bits.
         norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
         dist.all_gather(norms, local_norm)
         # Replicas have equal gradients, and each replica's squares are in the sum.
         total_norm = torch.stack(norms).norm() / math.sqrt(self.layout.replicas)
-        # PyTorch's clip_grads_with_norm_ fails, because plan.py puts gradients on several meshes.
-        scale = (max_norm / (total_norm + 1e-6)).clamp(max=1)
-        for gradient_shard in gradient_shards:
-            gradient_shard.mul_(scale)
+        nn.utils.clip_grads_with_norm_(shards, max_norm, total_norm)
         return total_norm
 
     def average_buffers(self) -> None:
@@ -243,7 +243,7 @@ def refuse_shared(block: nn.Module) -> None:
             raise UserError(
                 f"{name} of the {type(block).__name__} is shared with another block; use a copy"
             )
-        # The mark disappears with the parameter, for example when a shard replaces it.
+        # A parameter loses the mark when a shard replaces it; a later call marks the shard.
         parameter.is_in_a_block = True
 
 
@@ -251,7 +251,7 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
         if not buffer.is_contiguous():
-            # Loading a checkpoint copies into a buffer, which one that is expanded rejects.
+            # Loading a checkpoint copies into a buffer, which fails if the buffer is expanded.
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):

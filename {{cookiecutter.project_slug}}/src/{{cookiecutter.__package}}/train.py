@@ -34,7 +34,7 @@ class Trainer:
         self.sampler = TrainSampler(len(train_set), self.parallel.microbatches, config)
         self.loader = build_loader(train_set, self.sampler, config, process.device)
         self.losses = MeanLosses(self.task, self.parallel, config.data.num_microbatches)
-        self.task_state = ""
+        self.task_state = ""  # That of the last record: see log().
         self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
         # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
@@ -86,7 +86,7 @@ class Trainer:
                     self.checkpointer.prune(self.logger.best_steps(self.task))
                 if log_is_due:
                     self.start_period()
-        # The last checkpoint may still have been written when the loop called prune().
+        # A thread was perhaps still writing the last checkpoint when the loop called prune().
         self.checkpointer.wait_for_writers(raises=True)
         self.checkpointer.prune(self.logger.best_steps(self.task))
         if stopped:
@@ -117,13 +117,14 @@ class Trainer:
         self.parallel.forward_backward(self.seeded("forward", microbatches), self.losses.mean_loss)
         self.check_gradients()
         set_learning_rate(self.optimizer, self.step, self.scheduled_steps, self.config.optim)
-        # The scaler does nothing but under fp16, where gradients are scaled until they are clipped.
+        # Under fp16, gradients are scaled until they are clipped; else this is optimizer.step().
         scaler = self.parallel.scaler
         scaler.unscale_(self.optimizer)
         grad_norm = self.parallel.clip_grad_norm(self.config.train.clip_grad_norm or math.inf)
         scaler.step(self.optimizer)
         scaler.update()
         self.optimizer.zero_grad()
+        # The losses of each micro-batch, which mean_loss() has left.
         return [{**part, "grad_norm": grad_norm} for part in self.losses.parts]
 
     def seeded(self, purpose: str, microbatches: Iterable[Any]) -> Iterator[Any]:
@@ -137,7 +138,7 @@ class Trainer:
             yield microbatch
 
     def batches(self) -> Iterator[Any]:
-        """Yield this rank's micro-batches of each step, from the current step to the last one."""
+        """Yield this rank's micro-batches of each step; ``run`` counts the steps that it takes."""
         while self.step < self.total_steps:
             epoch, consumed_samples = self.sampler.position(self.step)
             self.sampler.set_epoch(epoch, consumed_samples)
@@ -170,7 +171,7 @@ class Trainer:
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
-        """Record the mean losses since the last record, and the last norm: the only wait."""
+        """Record the mean losses since the last record, and the last norm; waits for the device."""
         steps = self.losses.average(self.unlogged_steps)
         self.check_finite(steps)
         # Under fp16, the norm of a step that the scaler skips is infinite, and so would be a mean.
@@ -199,7 +200,7 @@ class Trainer:
     def check_finite(self, steps: list[dict[str, float]]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
         scaler = self.parallel.scaler
-        # The scaler skips a step that overflows, and halves its scale. Below 1, more is wrong.
+        # The scaler skips a step that overflows, and halves its scale; below 1, that is no help.
         overflow_is_skipped = scaler.is_enabled() and scaler.get_scale() >= 1
         first_step = self.step - len(steps) + 1
         for step, numbers in enumerate(steps, start=first_step):
