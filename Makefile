@@ -13,7 +13,7 @@ QUESTIONS := project_name project_slug description author parallelism task launc
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-weekly test-gpu lint sizes where diffs bump address
+.PHONY: help demo test test-long test-weekly test-gpu lint sizes where diffs recipes bump address
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test         check every rendered file; compare every strategy with a plain loop: ten minutes"
@@ -24,6 +24,7 @@ help:
 	@echo "make sizes        print the sizes and densities of what is rendered, and their caps"
 	@echo "make where        print which files of the template FILE=src/my_experiment/train.py comes from"
 	@echo "make diffs        write docs/diffs, between the default project and other strategies"
+	@echo "make recipes      make the patches of recipes and adopted scripts anew, and name those that conflict"
 	@echo "make bump         move every pin to its newest version"
 	@echo "make address      write the repository's address, _repository in cookiecutter.json, into the pages"
 
@@ -64,6 +65,9 @@ where: .venv/installed
 
 diffs: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/test_diffs.py
+
+recipes: .venv/installed
+	@PYTHONPATH=.:tests $(BIN)/python tests/documents/patches.py
 
 bump: .venv/installed
 	@$(BIN)/python .ci/bump.py

@@ -17,12 +17,14 @@ from conftest import (
     TEMPLATE,
     Bake,
     blocks,
+    copy_template,
     edit,
     find_processes,
     launch,
     launch_and_kill,
     read_losses,
     read_records,
+    render_copy,
     run,
     run_python,
     started,
@@ -74,6 +76,20 @@ def test_a_recipe_is_a_small_edit_that_applies_and_is_clean(edited: Callable[...
     assert not list(project.rglob("*.orig"))  # The line numbers are right.
     run(BIN / "ruff", "check", ".", cwd=project)
     run(BIN / "ruff", "format", "--check", ".", cwd=project)
+
+
+@pytest.mark.long
+def test_make_recipes_moves_the_patches_to_a_changed_source(tmp_path: Path) -> None:
+    template = copy_template(tmp_path / "template")
+    git = ("git", "-c", "user.name=x", "-c", "user.email=x@example.com")
+    for command in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message=x")):
+        run(*git, *command, cwd=template)
+    source = template / "{{cookiecutter.project_slug}}" / "src" / "{{cookiecutter.__package}}" / "train.py"
+    source.write_text(f"# A new line.\n{source.read_text()}")
+    run(BIN / "python", "tests/documents/patches.py", cwd=template, PYTHONPATH=".:tests")
+    project = render_copy(template, tmp_path / "out")
+    for page in (template / "docs" / "recipes").glob("*.md"):
+        assert "offset" not in run("patch", "-p1", "--fuzz=0", "--dry-run", f"--input={page}", cwd=project).stdout
 
 
 @pytest.mark.weekly
