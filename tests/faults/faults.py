@@ -314,14 +314,21 @@ FAULTS = {
         "Checkpointer",
         "self.parallel.average_buffers()",
         "pass",
-        HOSTILE + "test_a_killed_run_resumes_bitwise[ddp]",
+        RUN_DIR + "test_saved_statistics_of_batch_norm_are_averages_over_the_ranks",
     ),
     "statistics of BatchNorm are summed over the ranks": Fault(
         DDP,
         "Parallel.average_buffers",
         "ReduceOp.AVG",
         "ReduceOp.SUM",
-        RUN_DIR + "test_statistics_of_batch_norm_are_averages_over_the_ranks",
+        RUN_DIR + "test_saved_statistics_of_batch_norm_are_averages_over_the_ranks",
+    ),
+    "variances of BatchNorm are those of rank 0": Fault(
+        DDP,
+        "Parallel.average_buffers",
+        '("running_mean", "running_var")',
+        '("running_mean", "running_mean")',
+        RUN_DIR + "test_saved_statistics_of_batch_norm_are_averages_over_the_ranks",
     ),
     # Resume
     "a resumed run starts its epoch again": Fault(

@@ -61,8 +61,8 @@ EXPERIMENTS: dict[str, tuple[Any, list[str]]] = {
     "compiled": ({}, ["--train.compile", "true"]),
     "recomputed": ({POOLED: DROPS}, ["--train.activation_checkpointing", "true"]),
 }
-# In fp32, all runs are compared with that of ddp on one rank.
-RANKS = {"ddp": (1, 2, 4, 8), "model_parallel": (4,), "fsdp": (2, 8)}
+# Of digits in fp32; dropout and weights are compared on 1, 2 and 4 ranks every time, too.
+RANKS = {"ddp": (1, 8), "model_parallel": (4,), "fsdp": (2,)}
 LONG = {("digits", "fp32"), ("dropout", "ddp"), ("weights", "fsdp"), ("partly unused", "ddp")}
 
 
@@ -98,7 +98,8 @@ def test_strategies_and_ranks_give_the_same_bits(bake: Bake, tmp_path: Path, tas
     first = None
     for parallelism in RANKS:
         project = bake(parallelism, parallelism=parallelism, task=task)
-        for nproc in RANKS[parallelism] if precision == "fp32" else (1, 2, 4, 8):
+        # In fp32, all runs are compared with that of ddp on one rank.
+        for nproc in RANKS[parallelism] if (task, precision) == ("digits", "fp32") else (1, 2, 4, 8):
             run = tmp_path / f"{parallelism} {task} {precision} {nproc}"
             words = [*COMMON, *WORDS[task], "--train.precision", precision, "--run.dir", run]
             launch(project, *words, nproc=nproc)

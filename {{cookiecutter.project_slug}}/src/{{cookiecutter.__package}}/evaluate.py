@@ -36,7 +36,6 @@ class Evaluator:
 
     def __call__(self, process: Process) -> dict[str, Any]:
         """Return on rank 0 what ``Task.aggregate`` makes of all samples; {} on the other ranks."""
-        self.parallel.average_buffers()
         # An experiment may keep a part of the model in eval mode: train() would end that.
         training_modules = [module for module in self.parallel.module.modules() if module.training]
         self.parallel.module.eval()
