@@ -25,7 +25,7 @@ help:
 	@echo "make where        print which files of the template FILE=src/my_experiment/train.py comes from"
 	@echo "make diffs        write docs/diffs, between the default project and other strategies"
 	@echo "make recipes      make the patches of recipes and adopted scripts anew, and name those that conflict"
-	@echo "make bump         move every pin to its newest version"
+	@echo "make bump         move every pin to its newest version, or that of one package: NAME=numpy"
 	@echo "make address      write the repository's address, _repository in cookiecutter.json, into the pages"
 
 demo: .venv/installed
@@ -70,7 +70,8 @@ recipes: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/documents/patches.py
 
 bump: .venv/installed
-	@$(BIN)/python .ci/bump.py
+	@# The environment may have a NAME, too.
+	@$(BIN)/python .ci/bump.py $(if $(filter command line,$(origin NAME)),$(NAME))
 	@touch .venv/installed
 
 address: .venv/installed

@@ -1,5 +1,6 @@
 """Moves every pin of the template to its newest version at once, and prints what it moved; `make bump` runs it.
 
+`make bump NAME=numpy` moves one package, and others only as far as it needs.
 `make address` writes the address of the repository, `_repository` in cookiecutter.json, into the pages that name it.
 
 It upgrades .venv first, so pip has found the versions to fit each other. ``contents`` derives all files that hold pins
@@ -35,12 +36,15 @@ OPTIONAL = re.compile(rf"""(?:{CONDITION}{IMPORT}|find_spec\(\s*["'])([A-Za-z]\w
 
 
 def main() -> None:
-    """Upgrade the environment, and write all files that hold pins; or, with an argument, the repository's address."""
+    """Upgrade the environment, or a package, and write all files that hold pins; or write the repository's address."""
     if sys.argv[1:] == ["address"]:
         return write(addresses())
     if sys.version_info[:2] != (3, 11):
         sys.exit("error: .venv has another Python than 3.11, whose packages are pinned")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--upgrade"]
+    if sys.argv[1:]:
+        subprocess.run([*pip, *sys.argv[1:]], check=True)
+        return write(contents())
     unpinned = [line.split("==")[0] for line in REQUIREMENTS.read_text().splitlines() if line[:1].isalpha()]
     ranges = [text for requirements in needs().values() for text in requirements]
     subprocess.run([*pip, "--upgrade-strategy", "eager", *unpinned, *ranges], check=True)
