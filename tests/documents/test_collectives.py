@@ -18,7 +18,8 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / ".venv").symlink_to(BIN.parent)
     (program, edit, _), (command,), (shown, _) = (blocks(PAGE, kind) for kind in ("python", "bash", "text"))
     (tmp_path / "collectives.py").write_text(program)
-    assert run("bash", "-ec", command, cwd=tmp_path).stdout == shown
+    result = run("bash", "-ec", command, cwd=tmp_path)
+    assert (result.stdout, result.stderr) == (shown, "")
     program = "import datetime, time\n\n" + program.replace("dist.destroy_process_group()\n", edit)
     program = program.replace('"gloo")', '"gloo", timeout=datetime.timedelta(seconds=5))')
     (tmp_path / "collectives.py").write_text(program)
@@ -31,7 +32,7 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
 
 def test_stacks_show_which_rank_the_others_wait_for(tmp_path: Path) -> None:
     (tmp_path / ".venv").symlink_to(BIN.parent)
-    program, (command, spy), shown = blocks(PAGE, "python")[2], blocks(PAGE, "sh"), blocks(PAGE, "text")[1]
+    program, (_, command, spy), shown = blocks(PAGE, "python")[2], blocks(PAGE, "sh"), blocks(PAGE, "text")[1]
     started_all = "if rank != 2:\n"
     assert program.count(started_all) == 1
     program = "import faulthandler\n" + program.replace(
@@ -55,6 +56,16 @@ def test_stacks_show_which_rank_the_others_wait_for(tmp_path: Path) -> None:
             ]
             assert frames[0] == frames[1]
             assert len(frames[0]) == 4
+
+
+@pytest.mark.weekly
+def test_the_first_lesson_starts_in_an_empty_folder(tmp_path: Path) -> None:
+    address = "https://github.com/org/ddp-template"
+    run("bash", "-ec", blocks(PAGE, "sh")[0].replace(address, f"{TEMPLATE} ddp-template"), cwd=tmp_path)
+    project = tmp_path / "my-experiment"
+    (project / "collectives.py").write_text(blocks(PAGE, "python")[0])
+    assert run("bash", "-ec", *blocks(PAGE, "bash"), cwd=project).stdout == blocks(PAGE, "text")[0]
+    assert (project / ".." / "ddp-template" / "docs" / "losses.py").exists()
 
 
 @pytest.mark.weekly
