@@ -183,7 +183,7 @@ def test_a_line_says_where_the_last_bits_depend_on_the_ranks(
 
 
 def test_sync_batch_norm_is_refused_under_exact(bake: Bake) -> None:
-    project = bake()
+    project = bake(parallelism="fsdp")  # DDP itself refuses it on CPUs.
     edit(project, {NORM: "        self.norm = nn.SyncBatchNorm(width)\n"})
     error = launch(project, "train", "--distributed.device", "cpu", code=2).stderr
     assert "SyncBatchNorm adds up in any order; turn train.exact off" in error
