@@ -470,6 +470,12 @@ def test_losses_that_cannot_be_averaged_or_recorded_are_named(bake: Bake, losses
     assert not list((project / "run").glob("checkpoints/*.pt"))
 
 
+def test_a_weight_that_is_no_number_on_one_rank_ends_the_run(bake: Bake) -> None:
+    project = bake()
+    edit(project, {WEIGHT: f"        return torch.tensor([len(targets), torch.nan][{RANK}])\n"})
+    assert "'loss': nan" in refuse(project, nproc=2)
+
+
 def test_samples_of_several_sizes_need_no_padding(bake: Bake) -> None:
     project = bake()
     words = [*SMALL, "--data.micro_batch_size", "8", "--run.dir"]

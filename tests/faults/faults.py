@@ -309,6 +309,13 @@ FAULTS = {
         "if True:",
         HOSTILE + "test_shared_weights_stay_shared_or_are_refused_by_name[pipeline]",
     ),
+    "a weight that is no number is lost": Fault(
+        SRC + "losses.py",
+        "MeanLosses.set_weight",
+        ".view(torch.int32)",
+        "",
+        REPORTS + "test_a_weight_that_is_no_number_on_one_rank_ends_the_run",
+    ),
     "a checkpoint has the BatchNorm statistics of rank 0": Fault(
         SRC + "checkpoint.py",
         "Checkpointer",

@@ -39,7 +39,7 @@ class Parallel:
         self.dp_group = dist.group.WORLD
         count = config.data.num_microbatches // self.dp_size
         # The numbers of this rank's micro-batches in the global batch. Ranks take turns: each
-        # backward leaves the sum over one turn's neighbors, as does add_as_tree() at the next levels.
+        # backward leaves the sum over one turn's neighbors, as add_as_tree() does at higher levels.
         self.microbatches = range(self.dp_rank, count * self.dp_size, self.dp_size)
         self.matches_one_rank = self.dp_size & (self.dp_size - 1) == 0
         self.allow_unused = config.train.allow_unused

@@ -29,7 +29,10 @@ class MeanLosses:
         for number, (_, targets) in zip(self.parallel.microbatches, microbatches, strict=True):
             self.weights[number] = self.task.weight(targets)
         # Other ranks have 0 there. A maximum is exact, even of copies, and overlaps with forward.
-        self.message = dist.all_reduce(self.weights, dist.ReduceOp.MAX, async_op=True)
+        # A maximum of floats may lose NaN, whose bits are a large integer.
+        self.message = dist.all_reduce(
+            self.weights.view(torch.int32), dist.ReduceOp.MAX, async_op=True
+        )
 
     def mean_loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return what a micro-batch adds to the mean loss; adds all its losses to ``parts``."""

@@ -128,10 +128,7 @@ class Trainer:
         return [{**part, "grad_norm": grad_norm} for part in self.losses.parts]
 
     def seeded(self, purpose: str, microbatches: Iterable[Any]) -> Iterator[Any]:
-        """Yield micro-batches, and seed all random numbers just before each.
-
-        They depend on its number in the global batch, and not on the rank that computes it.
-        """
+        """Yield micro-batches, and seed random numbers by the number of each, not by the rank."""
         for number, microbatch in zip(self.parallel.microbatches, microbatches, strict=True):
             seed = derive_seed(self.config.run.seed, purpose, self.step, number)
             seed_everything(seed, self.process.device)
