@@ -354,7 +354,7 @@ def test_a_run_that_fails_ends_a_save_of_its_own_and_waits_for_no_other(bake: Ba
     if form == "full":
         write, slow = (
             ("checkpoint.py", "        files.write_atomically(path, lambda"),
-            "        __import__('time').sleep(4)\n",
+            "        __import__('time').sleep(12)\n",
         )
     else:
         write, slow = (
@@ -365,7 +365,7 @@ def test_a_run_that_fails_ends_a_save_of_its_own_and_waits_for_no_other(bake: Ba
     fails = "        if self.step == 2 and self.process.rank == 0:\n            raise ValueError('a bad sample')\n"
     edit(project, add(("train.py", "        self.optimizer.zero_grad()\n"), fails))
     words = ["--checkpoint.format", form, "--checkpoint.every_steps", "2", "--run.dir", "run"]
-    words += ["--distributed.timeout_seconds", "2"]  # Shorter than the write.
+    words += ["--distributed.timeout_seconds", "8"]  # Shorter than the write.
     err = launch(project, *SMALL, *words, code=1).stderr
     assert "ValueError: a bad sample" in err and "no report" not in err, err
     assert (project / "run/checkpoints/step-00000002.pt").exists() == (form == "full")
