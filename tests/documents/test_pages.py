@@ -97,6 +97,17 @@ def test_a_ring_ends_with_all_sums() -> None:
     assert [int(number) for number in bytes_sent] == [2 * (n - 1) * 2**24 // n for n in (8, 1000)]
 
 
+def test_what_fits_is_what_the_formulas_give() -> None:
+    page = (DOCS / "fits.md").read_text()
+    rows = run(BIN / "python", DOCS / "fits.py", cwd=TEMPLATE).stdout.splitlines()
+    assert len(rows) == 5 and all(f"\n{row}\n" in page for row in rows)
+    state, sent = 16 * 7e9, 3 * 7 / 8 * 4 * 7e9
+    holds, seconds, an_eighth = re.findall(r"are (\d+) GB.*take ([\d.]+) s; .* eighth, ([\d.]+) s", page, re.DOTALL)[0]
+    assert float(holds) == state / 1e9
+    assert float(seconds) == pytest.approx(8 * sent / 25e9, abs=0.05)
+    assert float(an_eighth) == pytest.approx(sent / 25e9, abs=0.05)
+
+
 def test_grids_are_those_of_the_schedules_of_pytorch() -> None:
     commands = [block for block in blocks(DOCS / "costs.md", "bash") if "grids.py" in block]
     grids = [block for block in blocks(DOCS / "costs.md", "text") if block.startswith("Schedule")]
