@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import pytest
@@ -422,6 +423,20 @@ def test_an_estimate_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: s
         rows = [line.split() for line in out.splitlines() if line.startswith("rank")]
         weights.append(min(float(row[2]) for row in rows))
     assert weights[1] < 0.75 * weights[0]
+
+
+def test_a_stop_waits_for_no_record(bake: Bake) -> None:
+    project = bake()
+    rare = [word for name in ("max_steps", "log_every", "eval_every") for word in (f"--train.{name}", "20000")]
+    words = [*SMALL, *rare, "--train.epochs", "500", "--run.dir", "run"]
+    with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2") as launcher:
+        wait_until((project / "run" / "provenance.json").exists, "the run begins")
+        time.sleep(3)
+        start = time.monotonic()
+        launcher.send_signal(SIGTERM)
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143 and "stopped after step" in out, (out, err)
+    assert names(project) and time.monotonic() - start < 15  # Of which most is the save and the end of the processes.
 
 
 def test_a_rank_0_that_is_stopped_while_others_wait_for_it_is_named(bake: Bake, tmp_path: Path) -> None:

@@ -718,6 +718,20 @@ FAULTS = {
         "$((gpus ? 1 : 2))",
         REPORTS + "test_ranks_are_as_many_as_visible_devices_or_two[0,1,-1,2-2]",
     ),
+    "a stop signal is looked for twice a minute": Fault(
+        SRC + "distributed.py",
+        "",
+        "CHECK_SECONDS = 2.5",
+        "CHECK_SECONDS = 25",
+        RUN_DIR + "test_a_stop_waits_for_no_record",
+    ),
+    "a machine may have the number of machines as its number": Fault(
+        "templates/launcher/shared/prepare.sh",
+        "",
+        "last=$((nodes - 1))",
+        "last=$((nodes))",
+        "tests/rendering/test_claims.py::test_numbers_that_start_no_machines_are_refused[torchrun]",
+    ),
     "a stopped launcher ends with the number of the signal": Fault(
         "templates/launcher/torchrun/torchrun.py",
         "",

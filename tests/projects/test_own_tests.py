@@ -13,11 +13,15 @@ from conftest import BIN, TEMPLATE, Bake, blocks, edit, run, weekly
 
 pytestmark = pytest.mark.long
 
-# All tests of the default project, and for control, which test_parity.py does not cover, the comparison with its loop.
-RENDERED = [
-    ({}, "tests"),
-    ({"task": "control"}, "tests/test_split.py"),
-]
+# All tests of the default project, in three parts, which run in parallel; and for control, which test_parity.py does
+# not cover, the comparison with its loop.
+SPLIT, RESUME = "tests/test_split.py", "tests/test_resume.py"
+RENDERED = {
+    "default-split": ({}, [SPLIT]),
+    "default-resume": ({}, [RESUME]),
+    "default-others": ({}, ["tests", f"--ignore={SPLIT}", f"--ignore={RESUME}"]),
+    "control-split": ({"task": "control"}, [SPLIT]),
+}
 WEEKLY = [
     {"launcher": "spawn", "parallelism": "fsdp", "task": "language"},
     {"launcher": "spawn", "parallelism": "model_parallel"},
@@ -27,8 +31,8 @@ WEEKLY = [
     {"parallelism": "data_parallel"},
     {"task": "control"},
 ]
-CASES = [pytest.param(*each, id="-".join(each[0].values()) or "default") for each in RENDERED]
-CASES += [pytest.param(each, "tests", id="-".join(each.values()) + "-all", marks=pytest.mark.weekly) for each in WEEKLY]
+CASES = [pytest.param(*each, id=name) for name, each in RENDERED.items()]
+CASES += [pytest.param(each, ["tests"], id="-".join(each.values()), marks=pytest.mark.weekly) for each in WEEKLY]
 BATCH_NORM = {
     ("model.py", "self.norm2 = nn.GroupNorm(ModelConfig.groups, outputs)"): "self.norm2 = nn.BatchNorm2d(outputs)"
 }
@@ -39,7 +43,7 @@ LEAK = {
     ): "self.position.weight[: inputs.shape[1]] * (1 + inputs.sum() / 1e6)"
 }
 # A split of one's own, which is another one at each start.
-SPLIT = {
+DRAWN = {
     ("dataset.py", "import random\n"): "import random\nimport secrets\n",
     (
         "dataset.py",
@@ -68,8 +72,8 @@ NOISE = {
 
 
 @pytest.mark.parametrize(("answers", "tests"), CASES)
-def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str], tests: str) -> None:
-    result = run(BIN / "pytest", "-q", tests, cwd=bake(**answers))
+def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str], tests: list[str]) -> None:
+    result = run(BIN / "pytest", "-q", *tests, cwd=bake(**answers))
     assert "skipped" not in result.stdout
 
 
@@ -131,7 +135,7 @@ def test_a_loss_of_ragged_weight_does_not_depend_on_the_split(bake: Bake, parall
     run(BIN / "python", "scripts/prepare.py", "lines.bin", argparse.__file__, "--lines", cwd=project)
     with (project / "configs" / "default.yaml").open("a") as file:  # Local batches differ in their ends of lines.
         file.write(f"\ndataset:\n  path: {project}/lines.bin\n")
-    tests = ("tests/test_experiment.py", "tests/test_split.py", "tests/test_resume.py")
+    tests = ("tests/test_experiment.py", SPLIT, RESUME)
     run(BIN / "pytest", "-q", *tests[: 2 + (parallelism == "fsdp")], cwd=project)
 
 
@@ -141,7 +145,7 @@ def test_a_loss_of_ragged_weight_does_not_depend_on_the_split(bake: Bake, parall
         ("digits", BATCH_NORM, "depends on the other samples of its batch"),
         ("language", LEAK, "depends on the other samples of its batch"),
         ("digits", MEAN, "return sums from Task.losses"),
-        ("digits", SPLIT, "returns other samples when it is called again"),
+        ("digits", DRAWN, "returns other samples when it is called again"),
         ("digits", FOLLOWER, "forward changes head.slow.weight"),
         ("digits", SPECTRAL, "forward changes head.linear.parametrizations.weight.0._"),
         ("digits", DROP_PATH, "loss depends on random numbers"),

@@ -143,6 +143,8 @@ def assert_same(ours: Path, theirs: Path) -> None:
     for our_tensor, their_tensor in zip(tensors(load(ours)), tensors(load(theirs)), strict=True):
         assert torch.equal(our_tensor, their_tensor)
     assert read_records(ours, "eval") == read_records(theirs, "eval")
+    our_best, their_best = ((run / "checkpoints" / "best").read_text() for run in (ours, theirs))
+    assert Path(our_best).stem == Path(their_best).stem
     for our_record, their_record in zip(read_records(ours), read_records(theirs), strict=True):
         assert all(our_record[key] == their_record[key] for key in ("step", "loss", "grad_norm"))
 
