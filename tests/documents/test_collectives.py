@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from conftest import BIN, TEMPLATE, Bake, blocks, run, started, wait_until
+from conftest import BIN, CONTEXT, TEMPLATE, Bake, blocks, run, started, wait_until
 from torch.distributed.constants import default_pg_timeout
 
 PAGE = TEMPLATE / "docs" / "collectives.md"
@@ -60,8 +60,8 @@ def test_stacks_show_which_rank_the_others_wait_for(tmp_path: Path) -> None:
 
 @pytest.mark.weekly
 def test_the_first_lesson_starts_in_an_empty_folder(tmp_path: Path) -> None:
-    address = "https://github.com/org/ddp-template"
-    run("bash", "-ec", blocks(PAGE, "sh")[0].replace(address, f"{TEMPLATE} ddp-template"), cwd=tmp_path)
+    clone = blocks(PAGE, "sh")[0].replace(CONTEXT["_repository"], f"{TEMPLATE} ddp-template")
+    run("bash", "-ec", clone, cwd=tmp_path)
     project = tmp_path / "my-experiment"
     (project / "collectives.py").write_text(blocks(PAGE, "python")[0])
     assert run("bash", "-ec", *blocks(PAGE, "bash"), cwd=project).stdout == blocks(PAGE, "text")[0]

@@ -64,8 +64,7 @@ def start(*words: str, nproc: int = RANKS, **environment: str) -> Iterator[subpr
 def launch(*words: str, nproc: int = RANKS, code: int = 0, **environment: str) -> tuple[str, str]:
     """Run ``scripts/launch.sh`` and check its exit code; returns its output and its errors."""
     with start(*words, nproc=nproc, **environment) as launcher:
-        # This also waits for every other process that holds the output, such as a rank.
-        out, err = launcher.communicate(timeout=300)
+        out, err = launcher.communicate(timeout=300)  # Until all ranks, which print, have ended.
     assert launcher.returncode == code, f"exit code {launcher.returncode}\n{out}\n{err}"
     return out, err
 
@@ -143,8 +142,7 @@ def assert_same(ours: Path, theirs: Path) -> None:
     for our_tensor, their_tensor in zip(tensors(load(ours)), tensors(load(theirs)), strict=True):
         assert torch.equal(our_tensor, their_tensor)
     assert read_records(ours, "eval") == read_records(theirs, "eval")
-    our_best, their_best = ((run / "checkpoints" / "best").read_text() for run in (ours, theirs))
-    assert Path(our_best).stem == Path(their_best).stem
+    assert (ours / "checkpoints/best").read_text() == (theirs / "checkpoints/best").read_text()
     for our_record, their_record in zip(read_records(ours), read_records(theirs), strict=True):
         assert all(our_record[key] == their_record[key] for key in ("step", "loss", "grad_norm"))
 
