@@ -431,7 +431,7 @@ def test_a_stop_waits_for_no_record(bake: Bake) -> None:
     words = [*SMALL, *rare, "--train.epochs", "500", "--run.dir", "run"]
     with started(project / "scripts/launch.sh", *words, cwd=project, NPROC="2") as launcher:
         wait_until((project / "run" / "provenance.json").exists, "the run begins")
-        time.sleep(3)
+        time.sleep(8)  # Some hundred steps.
         start = time.monotonic()
         launcher.send_signal(SIGTERM)
         out, err = launcher.communicate(timeout=60)
