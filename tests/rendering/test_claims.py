@@ -164,5 +164,6 @@ def test_numbers_that_start_no_machines_are_refused(bake: Bake, launcher: str) -
         ({"NPROC": "0"}, "have to be numbers"),
         ({"NODES": "two"}, "have to be numbers"),
     ):
-        error = run(script, "train", cwd=script.parent, code=2, **environment).stderr
+        # One that is accepted would wait for the other machine.
+        error = run("timeout", "60", script, "train", cwd=script.parent, code=2, **environment).stderr
         assert error.startswith("error: ") and error.count("\n") == 1 and named in error, (environment, error)
