@@ -113,6 +113,7 @@ def test_the_code_passes_ruff(rendering: Rendering, tmp_path: Path) -> None:
     run(BIN / "ruff", "check", "--no-cache", ".", cwd=tmp_path)
 
 
+@pytest.mark.long
 def test_the_code_passes_mypy(rendering: Rendering, tmp_path: Path) -> None:
     """One run for packages of several names, so that PyTorch is analyzed once."""
     projects = covering(rendering.projects, lambda file: file.path.startswith(PACKAGE) and file.path.endswith(".py"))
