@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from contextlib import ExitStack
 
 import pytest
-from conftest import Bake, launch, run, started
+from conftest import Bake, launch, run_alone, started
 from machines import needs_root, two_machines
 from slurm import free_ports
 from training import CPU
@@ -38,8 +37,8 @@ def test_two_machines_pass(baked: Bake) -> None:
 
 
 def test_an_interface_that_does_not_exist_fails_its_row(baked: Bake) -> None:
-    words, environment = (sys.executable, "-m", "my_experiment", "doctor", *CPU), {"GLOO_SOCKET_IFNAME": "nope0"}
-    states = rows(run(*words, cwd=baked(cluster="slurm"), code=1, PYTHONPATH="src", **environment).stdout)
+    out = run_alone(baked(cluster="slurm"), "doctor", *CPU, code=1, GLOO_SOCKET_IFNAME="nope0").stdout
+    states = rows(out)
     assert [name for name, state in states.items() if state == "fail"] == ["interface"]
 
 

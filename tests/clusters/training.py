@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import read_losses, run
+from conftest import read_losses, run_alone
 
 CPU = ("--distributed.device", "cpu")
 STEPS = 80  # Some seconds, so that a signal arrives in between.
@@ -16,6 +15,5 @@ SHORT = [*TRAIN, "--train.max_steps", "12"]
 
 def check_first_losses(project: Path, folder: Path, scratch: Path) -> None:
     """Check that a run began with the losses of one process."""
-    words = (sys.executable, "-m", "my_experiment", *SHORT, "--run.dir", scratch)
-    run(*words, cwd=project, PYTHONPATH="src")
+    run_alone(project, *SHORT, "--run.dir", scratch)
     assert read_losses(folder)[:12] == pytest.approx(read_losses(scratch), rel=1e-5) and len(read_losses(scratch)) == 12

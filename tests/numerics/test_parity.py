@@ -71,7 +71,7 @@ def refused(task: str) -> set[str]:
 
 
 def is_weekly(parallelism: str, task: str, nproc: int) -> bool:
-    """Return whether a case is left to the weekly run; a run that changes its strategy tries each on 2 ranks."""
+    """Return whether a case is left to the weekly run; every time, strategies run digits on 4 ranks."""
     if parallelism == "mesh":  # By default, its ranks only shard; LAYOUTS has more.
         return True
     if parallelism == "data_parallel":

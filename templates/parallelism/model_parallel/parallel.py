@@ -132,7 +132,7 @@ class Parallel:
         return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's statistics before a save or evaluation; reject copies that drift."""
+        """Average BatchNorm's statistics before a save, and reject copies that drift apart."""
         # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):

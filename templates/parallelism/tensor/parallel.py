@@ -178,18 +178,19 @@ class Parallel:
         """Clip the norm of the whole model's gradient, and return the norm before."""
         shards = list[Tensor]()
         counted_gradients = list[Tensor]()
+        parameter: Any
         for parameter in self.module.parameters():
-            gradient: Any = parameter.grad
+            gradient = parameter.grad
             if gradient is None:
                 continue
             # PyTorch clips tensors of one mesh, or plain ones: a shard, and its gradient.
-            shard: Any = parameter
-            shards.append(shard.to_local())
-            shards[-1].grad = gradient.to_local()
+            shard = parameter.to_local()
+            shard.grad = gradient.to_local()
+            shards.append(shard)
             # A gradient that plan.py does not shard is equal on all tensor ranks: only the first of
             # them counts it.
             if self.tensor_rank == 0 or is_sharded_by_plan(gradient):
-                counted_gradients.append(gradient.to_local())
+                counted_gradients.append(shard.grad)
         # The norm of no gradients would be on the CPU.
         local_norm = nn.utils.get_total_norm(counted_gradients).to(self.device)
         # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
