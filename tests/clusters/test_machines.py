@@ -33,7 +33,7 @@ def whole(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_root
 @pytest.mark.parametrize(
-    ("launcher", "head"), [("torchrun", "fd77::1"), ("spawn", "10.77.0.1"), *weekly(("spawn", "fd77::1"))]
+    ("launcher", "head"), [("torchrun", "fd77::1"), *weekly(("spawn", "10.77.0.1"), ("spawn", "fd77::1"))]
 )
 def test_two_machines_have_the_losses_of_one_process(
     baked: Bake, machines: Machines, tmp_path: Path, launcher: str, head: str

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Bake, read_losses, run, wait_until
+from conftest import Bake, read_losses, run, wait_until, weekly
 from slurm import Slurm, start_slurm
 from training import SHORT, STEPS, TRAIN, check_first_losses
 
@@ -90,7 +90,7 @@ def test_a_rank_takes_the_device_that_slurm_gives_it(
     assert sorted(slurm.command(*words, cwd=project, PYTHON=str(python)).splitlines()) == wanted
 
 
-@pytest.mark.parametrize("launcher", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpirun.mpich"])
+@pytest.mark.parametrize("launcher", [*weekly("mpirun.openmpi --allow-run-as-root --oversubscribe"), "mpirun.mpich"])
 def test_ranks_under_mpirun_have_the_losses_of_one_process(baked: Bake, tmp_path: Path, launcher: str) -> None:
     project = baked(cluster="slurm")
     words = (*launcher.split(), "-np", "2", "scripts/rank.sh", *SHORT, "--run.dir", tmp_path / "run")

@@ -43,12 +43,17 @@ class Repository:
         self.git("add", "--all", "--force")
         self.git("commit", "--quiet", "--allow-empty", "--message", message)
 
+    def apply(self, patches: list[str], project: str) -> bool:
+        """Apply patches to the old or the new project; returns whether all of them fit."""
+        self.git("checkout", "--quiet", "--force", "--detach", project)
+        command = ("patch", "-p1", "--fuzz=0", "--silent", "--no-backup-if-mismatch", "--reject-file=-", "--force")
+        codes = [subprocess.run(command, cwd=self.folder, input=patch, text=True).returncode for patch in patches]
+        return not any(codes)
+
     def move(self, patches: list[str]) -> bool:
         """Apply a page's patches to the old project, and move them to the new one; returns whether they conflict."""
-        self.git("checkout", "--quiet", "--force", "--detach", "old")
-        for patch in patches:
-            command = ("patch", "-p1", "--fuzz=0", "--silent", "--no-backup-if-mismatch")
-            subprocess.run(command, cwd=self.folder, input=patch, text=True, check=True)
+        # What an earlier call has moved fits the new one alone.
+        assert self.apply(patches, "new") or self.apply(patches, "old"), patches
         self.commit("edit")
         edit = self.git("rev-parse", "HEAD").strip()
         self.git("checkout", "--quiet", "--detach", "new")

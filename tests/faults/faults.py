@@ -591,16 +591,23 @@ FAULTS = {
     "two runs share a folder": Fault(
         SRC + "checkpoint.py",
         "Checkpointer",
-        "files.lock_run_dir(self.folder.parent)",
+        "self.lock = files.lock_run_dir(self.folder.parent)",
         "pass",
         RUN_DIR + "test_a_folder_belongs_to_one_run",
+    ),
+    "a run writes into the folder of another": Fault(
+        SRC + "checkpoint.py",
+        "Checkpointer.wait_for_writers",
+        'not os.path.samefile(self.lock, self.folder.parent / ".lock")',
+        "False",
+        RUN_DIR + "test_a_run_whose_folder_was_moved_does_not_write_into_another_run",
     ),
     "a checkpoint is written while training changes it": Fault(
         DDP,
         "Parallel.full_state_dict",
         'tensor.to("cpu", copy=True)',
         'tensor.to("cpu")',
-        RUN_DIR + "test_a_run_that_is_killed_while_it_saves_resumes_bitwise[ddp-words0]",
+        RUN_DIR + "test_a_run_that_is_killed_while_it_saves_resumes_bitwise[ddp-words1]",
     ),
     "a sharded checkpoint lacks the optimizer's state": Fault(
         PARALLEL + "shared/sharded.py",

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TEMPLATE, copy_template, render_copy, run
+from conftest import BIN, TEMPLATE, copy_template, render_copy, run
 from faults import FAULTS, SAMPLE, plant
 
 # What a fault leaves that is no program any more would fail every test, and prove nothing.
@@ -28,8 +28,14 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def tests() -> set[str]:
+    """All tests of the template."""
+    return {*run(BIN / "pytest", "--collect-only", "--quiet", "tests", cwd=TEMPLATE).stdout.splitlines()}
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_text_and_the_test_of_a_fault_are_there(name: str) -> None:
+def test_the_text_and_the_test_of_a_fault_are_there(name: str, tests: set[str]) -> None:
     """So that a change of the text is seen at once; whether the test catches the fault, in the long tests."""
     fault = FAULTS[name]
     assert FAULTS.keys() >= {*SAMPLE}
@@ -38,9 +44,11 @@ def test_the_text_and_the_test_of_a_fault_are_there(name: str) -> None:
     assert planted != source
     if fault.file.endswith(".py"):
         ast.parse(planted)
-    test, project = fault.test.partition("[")[0], TEMPLATE / "{{cookiecutter.project_slug}}"
-    file, function = test.removeprefix("project/").split("::")
-    assert f"def {function}(" in ((project if test.startswith("project/") else TEMPLATE) / file).read_text()
+    if fault.test.startswith("project/"):
+        file, function = fault.test.partition("[")[0].removeprefix("project/").split("::")
+        assert f"def {function}(" in (TEMPLATE / "{{cookiecutter.project_slug}}" / file).read_text()
+    else:
+        assert any(test.partition("[")[0] == fault.test or test == fault.test for test in tests)
 
 
 @pytest.mark.long

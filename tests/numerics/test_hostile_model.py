@@ -35,7 +35,7 @@ SETTINGS = {
 }
 WORDS = ["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value)))]
 # A mesh is a pipeline of groups of tensor ranks, data_parallel one process, and model_parallel DDP on several devices.
-RARE = ("model_parallel", "pipeline", "tensor", "data_parallel")
+RARE = ("model_parallel", "pipeline", "tensor", "data_parallel", "mesh")
 CASES = [name for name in CHOICES["parallelism"] if name not in RARE] + weekly(*RARE)
 # What splits blocks, or moves them to several devices.
 SPLITS_BLOCKS = ("fsdp", "model_parallel", "pipeline", "tensor", "mesh")
@@ -70,7 +70,7 @@ def reference(baked: Bake, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return content(run)
 
 
-@pytest.mark.parametrize("strategy", CASES)
+@pytest.mark.parametrize("strategy", ["fsdp", *weekly("ddp", *RARE)])
 def test_a_killed_run_resumes_bitwise(baked: Bake, reference: dict[str, Any], tmp_path: Path, strategy: str) -> None:
     project, nproc = hostile(baked, strategy), nproc_of(strategy)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -13,14 +13,12 @@ from conftest import BIN, TEMPLATE, Bake, blocks, edit, run, weekly
 
 pytestmark = pytest.mark.long
 
-# All tests of the default project, in three parts, which run in parallel; and for control, which test_parity.py does
-# not cover, the comparison with its loop.
+# All tests of the default project, in three parts, which run in parallel.
 SPLIT, RESUME = "tests/test_split.py", "tests/test_resume.py"
 RENDERED = {
     "default-split": ({}, [SPLIT]),
     "default-resume": ({}, [RESUME]),
     "default-others": ({}, ["tests", f"--ignore={SPLIT}", f"--ignore={RESUME}"]),
-    "control-split": ({"task": "control"}, [SPLIT]),
 }
 WEEKLY = [
     {"launcher": "spawn", "parallelism": "fsdp", "task": "language"},

@@ -135,12 +135,7 @@ class Parallel:
             return {}
         return copy_state(self.module, optimizer, lambda tensor: tensor.to("cpu", copy=True))
 
-    def load_full_state_dict(
-        self,
-        model: Any,
-        optimizer: Optimizer | None,
-        state: Any,
-    ) -> None:
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None, state: Any) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         weights = {}
         parameters = dict(self.module.named_parameters())

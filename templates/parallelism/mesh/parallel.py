@@ -232,12 +232,7 @@ class Parallel:
         """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""
         return gather_state_dict(self.module, optimizer, self.process, self.ranks_per_stage)
 
-    def load_full_state_dict(
-        self,
-        model: Any,
-        optimizer: Optimizer | None,
-        state: Any,
-    ) -> None:
+    def load_full_state_dict(self, model: Any, optimizer: Optimizer | None, state: Any) -> None:
         """Load rank 0's weights of the whole model and, if given, an optimizer's state."""
         other_names = self.outline.state_names - set(self.module.state_dict())
         load_state(self.module, optimizer, model, state, self.process, other_names)

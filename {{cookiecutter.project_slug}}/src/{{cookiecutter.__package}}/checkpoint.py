@@ -5,8 +5,8 @@
 Every step seeds its own random numbers: no random state is saved."""
 
 import json
+import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from logging import getLogger
@@ -51,13 +51,13 @@ class Checkpointer:
         self.process = process
         self.folder = Path(config.run.dir) / "checkpoints"
         self.initial_content = read_on_main(self.read_initial_content, process)
-        self.pending: Future[None] | None = None
+        self.pending: Any = None  # The future of a write.
 
     def read_initial_content(self) -> Content:
         """Return a checkpoint to resume from, or initial weights, or an empty dictionary."""
         # This fails at a link to a disk that is not mounted, where a run would start anew.
         self.folder.mkdir(parents=True, exist_ok=True)
-        files.lock_run_dir(self.folder.parent)
+        self.lock = files.lock_run_dir(self.folder.parent)
         for leftover in self.folder.glob("*.tmp"):
             files.remove(leftover)
         checkpoints = files.list_checkpoints(self.folder)
@@ -90,9 +90,9 @@ class Checkpointer:
         """Load the initial content; returns the number of steps taken, and the changed settings."""
         self.parallel = parallel
         self.optimizer = optimizer
-        self.trained_parameters = set[Tensor]()
-        for group in optimizer.param_groups:
-            self.trained_parameters.update(group["params"])
+        self.trained_parameters = {
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        }
         self.settings = asdict(self.config)
         self.settings["content"] = {"number of samples": set_sizes}
         for setting, path in self.config.files().items():
@@ -167,7 +167,7 @@ class Checkpointer:
                     f"step {progress['step']} is not saved: "
                     f"{name} is trained, but the optimizer lacked it at the start"
                 )
-            if parameter.requires_grad and not parameter.sum().isfinite():
+            if not parameter.sum().isfinite():
                 raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
         self.parallel.average_buffers()
         for name, buffer in self.parallel.module.named_buffers():
@@ -200,6 +200,9 @@ class Checkpointer:
         def wait_for_thread() -> None:
             if self.pending:
                 self.pending.exception()  # This waits, and raises nothing.
+            # After `mv`, run.dir may be another run's, and this one would write into it.
+            if not os.path.samefile(self.lock, self.folder.parent / ".lock"):
+                raise UserError(f"{self.folder.parent} was moved, and is another run's now")
 
         # A collective would time out while rank 0 writes. In a sharded save, each rank writes.
         self.process.on_main(wait_for_thread)

@@ -34,6 +34,7 @@ MISTAKE_PHRASES = (
     "distribute leaf tensors",  # A layer computes its weight, as under weight_norm.
     "non-empty tensor",  # A parameter without numbers cannot be sharded.
     " pickle ",  # Loader processes need a copy of the dataset.
+    "in fsum",  # Losses of a step are inf and -inf, and their sum is neither.
     "has no len()",  # An IterableDataset has no samples to share among ranks.
 )
 REPORT_SECONDS = 3.0  # Ranks whose wait times out do so within this time of each other.

@@ -116,15 +116,14 @@ def set_aside(path: Path, reason: str) -> None:
     getLogger(__name__).warning(f"{reason}; it is now {path.name}.damaged")
 
 
-def lock_run_dir(run_dir: Path) -> None:
-    """Keep other runs out of ``run_dir`` until this process ends, even if it is killed."""
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # It stays open.
+def lock_run_dir(run_dir: Path) -> int:
+    """Keep other runs out of ``run_dir`` while the returned descriptor is open, even in a crash."""
+    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise UserError(f"{run_dir} is in use by another run; wait, or give another") from None
     except OSError as error:
         # Some network file systems have no locks. The run continues without this protection.
-        getLogger(__name__).warning(
-            f"{run_dir} cannot be locked ({error.strerror}); let no other run use it"
-        )
+        getLogger(__name__).warning(f"{run_dir} has no lock ({error.strerror}); use it alone")
+    return descriptor

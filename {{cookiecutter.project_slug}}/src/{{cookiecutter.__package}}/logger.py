@@ -34,7 +34,7 @@ class Logger:
         """Continue the records of a run after ``step``; prints the ``changes`` of its settings."""
         self.is_main = process.rank == 0
         self.total_steps = total_steps
-        self.evaluations: dict[int, Record] = {}  # The key is the evaluated step.
+        self.evaluations = dict[int, Record]()  # The key is the evaluated step.
         if not self.is_main:
             return
         self.run_dir = Path(config.run.dir)
@@ -59,7 +59,7 @@ class Logger:
         """Write one record, merged from its parts, and print its numbers."""
         if not self.is_main:
             return
-        record: Record = {}
+        record = Record()
         for part in parts:
             if record.keys() & part.keys():
                 raise UserError(f"two of these have one name: {[*record, *part]}; rename task.py's")

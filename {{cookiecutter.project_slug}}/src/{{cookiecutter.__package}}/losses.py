@@ -24,12 +24,12 @@ class MeanLosses:
     @torch.no_grad()
     def set_weight(self, microbatches: list[Any]) -> None:
         """Begin a step: find what losses are divided by, the mean weight of all micro-batches."""
-        self.parts: StepLosses = []
-        self.weights = torch.zeros(self.num_microbatches, device=self.parallel.device)
+        self.parts = StepLosses()
+        self.weights = -torch.zeros(self.num_microbatches, device=self.parallel.device).float()
         for number, (_, targets) in zip(self.parallel.microbatches, microbatches, strict=True):
             self.weights[number] = self.task.weight(targets)
-        # Other ranks have 0 there. A maximum is exact, even of copies, and overlaps with forward.
-        # A maximum of floats may lose NaN, whose bits are a large integer.
+        # Other ranks have -0 there, whose bits are the least integer. So a maximum gathers the bits
+        # of each weight, even of NaN. It is exact, even of copies, and overlaps with forward.
         self.message = dist.all_reduce(
             self.weights.view(torch.int32), dist.ReduceOp.MAX, async_op=True
         )

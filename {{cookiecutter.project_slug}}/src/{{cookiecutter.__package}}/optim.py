@@ -12,7 +12,7 @@ from .config import OptimConfig
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build AdamW; matrices and kernels decay, biases and weights of normalization do not."""
-    members: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    members = defaultdict[Any, list[nn.Parameter]](list)
     members[0.0, None] = []  # An optimizer needs a group, but all parameters may be frozen.
     is_cpu = True
     for parameter in module.parameters():
@@ -22,7 +22,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
             # Sharded parameters have a mesh, and a fused kernel takes those of one mesh only.
             mesh = getattr(parameter, "device_mesh", None)
             members[weight_decay, mesh].append(parameter)
-    groups: list[dict[str, Any]] = []
+    groups = []
     for (weight_decay, _), parameters in members.items():
         groups.append({"params": parameters, "weight_decay": weight_decay})
     # On a CPU, the fused kernel rounds the last numbers of a tensor in another way, and shards of a

@@ -164,7 +164,7 @@ class Trainer:
 
     def start_period(self) -> None:
         """Start to measure the steps that the next record is about."""
-        self.unlogged_steps: list[StepLosses] = []
+        self.unlogged_steps = list[StepLosses]()
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
