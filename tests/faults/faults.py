@@ -68,6 +68,7 @@ def find_definition(text: str, where: str) -> tuple[int, int]:
     return len("".join(lines[: first - 1])), len("".join(lines[: node.end_lineno]))
 
 
+DEVICES = "tests/accelerators/test_accelerators.py::"
 RUN_DIR = "tests/failures/test_run_dir.py::"
 SRC = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 PARALLEL, TASK = "templates/parallelism/", "templates/task/"
@@ -901,6 +902,77 @@ FAULTS = {
         "torch.accelerator.device_count()",
         "torch._C._accelerator_hooks_device_count()",
         "tests/rendering/test_caps.py::test_no_project_is_beyond_a_cap[default-private interfaces]",
+    ),
+    # Accelerators
+    "DDP is given a device": Fault(
+        DDP,
+        "Parallel.__init__",
+        "gradient_as_bucket_view=True,",
+        "gradient_as_bucket_view=True, device_ids=[0],",
+        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+    ),
+    "all ranks take the first device": Fault(
+        SRC + "distributed.py",
+        "choose_device",
+        'int(os.environ.get("LOCAL_RANK", "0"))',
+        "0",
+        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+    ),
+    "each step waits for the device": Fault(
+        SRC + "train.py",
+        "Trainer.train_step",
+        "scaler.step(self.optimizer)",
+        "scaler.step(self.optimizer), grad_norm.item()",
+        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+    ),
+    "a batch stays on the CPU": Fault(
+        SRC + "loader.py",
+        "to_device",
+        "tensor.to(device, non_blocking=True)",
+        "tensor",
+        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+    ),
+    "rank 0 calls a collective alone": Fault(
+        SRC + "train.py",
+        "Trainer.train_step",
+        "self.check_gradients()",
+        "self.check_gradients(), self.process.rank == 0 and torch.distributed.barrier()",
+        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+    ),
+    "the first random operation on a shard waits for other stages": Fault(
+        "templates/parallelism/mesh/parallel.py",
+        "Parallel.build_mesh",
+        "rand(1, device_mesh=self.tensor_mesh)",
+        "pass",
+        DEVICES + "test_stages_may_draw_random_numbers_on_shards",
+    ),
+    "gloo is chosen for an accelerator": Fault(
+        SRC + "distributed.py",
+        "setup",
+        "dist.get_default_backend_for_device(process.device)",
+        '"gloo"',
+        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+    ),
+    "some ranks make a group": Fault(
+        SRC + "distributed.py",
+        "setup",
+        'dist.new_group(backend="gloo", timeout=timeout)',
+        'dist.new_group(backend="gloo", timeout=timeout)\n        process.rank and dist.new_group()',
+        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+    ),
+    "losses are divided on another device": Fault(
+        MODEL_PARALLEL,
+        "Parallel.place_blocks",
+        "place(block, self.device)",
+        "place(block, self.device)\n            self.device = self.process.device",
+        DEVICES + "test_a_run_resumes_on_devices[model_parallel]",
+    ),
+    "a stage keeps the outputs of an evaluation": Fault(
+        "templates/parallelism/shared/stages.py",
+        "Stage.take_outputs",
+        "self.outputs = None",
+        "pass",
+        DEVICES + "test_a_run_on_devices_is_sound[pipeline-language-4---train.activation_checkpointing true]",
     ),
 }
 # Planted in `make test-long` too.

@@ -13,6 +13,8 @@ import pytest
 from conftest import BIN, TEMPLATE, copy_template, render_copy, run
 from faults import FAULTS, SAMPLE, plant
 
+pytestmark = pytest.mark.independent
+
 # What a fault leaves that is no program any more would fail every test, and prove nothing.
 BROKEN = r"\b(NameError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError|AttributeError)\b"
 # The summary of pytest, for an assertion and for an exception that was expected.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, rand
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only  # Private; optree has the same.
@@ -74,6 +74,9 @@ class Parallel:
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         self.pipeline_group = mesh.get_group("pipeline")
         self.tensor_mesh = mesh["tensor"]
+        if self.device.type != "cpu":
+            # DTensor's first random operation waits for all ranks, but stages come to it in turn.
+            rand(1, device_mesh=self.tensor_mesh)
         self.dp_group, _ = dist.new_subgroups(self.ranks_per_stage)  # Tensor ranks have equal data.
         if layout.replicas > 1:
             return mesh["replicate", "shard"]

@@ -73,8 +73,9 @@ class Parallel:
             # A shared parameter would move to the device of the last block that has it.
             refuse_shared(block)
             index = number * device_count // len(blocks)
-            device = choose_device(self.device, index)
-            place(block, device)
+            # The last block's device has the outputs, and computes the losses.
+            self.device = choose_device(self.process.device, index)
+            place(block, self.device)
 
     def forward_backward(
         self, microbatches: Iterable[Any], mean_loss: Callable[[Any, Any], Tensor]
