@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -30,17 +31,20 @@ CHOICES: dict[str, list[Any]] = {
     if isinstance(CONTEXT[name], list | bool)
 }
 Bake = Callable[..., Path]
-# Each test of these files has its own runs; those of another file share some, and stay on one worker.
-INDEPENDENT = ("test_parity.py", "test_own_tests.py", "test_reports.py", "test_run_dir.py", "test_new_choice.py")
-INDEPENDENT += ("test_faults.py", "test_symptoms.py", "test_recipes.py")
+
+
+@functools.cache
+def is_independent(file: str) -> bool:
+    """Return whether each test of a file has its own runs; those of another file share some."""
+    return "pytest.mark.independent" in (TEMPLATE / file).read_text()
 
 
 class ByFile(LoadScopeScheduling):
-    """Runs the tests of a file on one worker: with pytest 9, xdist's own options for that have no effect."""
+    """Runs the tests of a file on one worker, unless it is marked: xdist's own options have no effect with pytest 9."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return nodeid if file.endswith(INDEPENDENT) else file
+        return nodeid if is_independent(file) else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

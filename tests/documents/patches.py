@@ -47,7 +47,8 @@ class Repository:
         """Apply patches to the old or the new project; returns whether all of them fit."""
         self.git("checkout", "--quiet", "--force", "--detach", project)
         command = ("patch", "-p1", "--fuzz=0", "--silent", "--no-backup-if-mismatch", "--reject-file=-", "--force")
-        codes = [subprocess.run(command, cwd=self.folder, input=patch, text=True).returncode for patch in patches]
+        quiet = {"cwd": self.folder, "text": True, "capture_output": True}
+        codes = [subprocess.run(command, input=patch, **quiet).returncode for patch in patches]
         return not any(codes)
 
     def move(self, patches: list[str]) -> bool:

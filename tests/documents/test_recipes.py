@@ -31,6 +31,8 @@ from conftest import (
     wait_until,
 )
 
+pytestmark = pytest.mark.independent
+
 PAGES = {path.stem: path for path in sorted((TEMPLATE / "docs" / "recipes").glob("*.md"))}
 MAX_ADDED = 125  # Lines of at most 100 characters.
 STEPS = 30

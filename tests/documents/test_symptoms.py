@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import TEMPLATE, Bake, edit, launch, launch_on_full_disk, read_losses, run, started, wait_until
 
-pytestmark = pytest.mark.weekly
+pytestmark = [pytest.mark.weekly, pytest.mark.independent]
 
 ROWS = re.findall(r"^\| `(.+?)` \|", (TEMPLATE / "docs" / "symptoms.md").read_text(), re.MULTILINE)
 SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()

@@ -1,4 +1,4 @@
-"""Kills runs at random and starts them again, or counts clean exits: chaos.py --kills 100 --workers 1.
+"""Kills runs at random and starts them again, or counts clean exits: chaos.py --kills 100 --workers 1 --slow.
 
 Every killed run has to end with bitwise the same weights, losses and metrics as one that was left alone.
 """
@@ -27,15 +27,24 @@ WORDS = [
     *"--train.log_every 1 --train.eval_every 20 --checkpoint.every_steps 3 --distributed.device cpu".split(),
 ]
 STRATEGIES = ("ddp", "fsdp", "mesh", "model_parallel", "pipeline", "tensor")
+# What Python runs at its start if --slow is given: each file takes up to a second longer to get its name.
+SLOW = """
+import os, random, time
+replace = os.replace
+def slow(*words):
+    time.sleep(random.uniform(0, 1))
+    replace(*words)
+os.replace = slow
+"""
 SIZES = {"pipeline": ["--data.micro_batch_size", "16"], "mesh": ["--parallel.pipeline", "2"]}
 
 
 def start(project: Path, run: Path, nproc: int, *words: str) -> subprocess.Popen[bytes]:
     """Start a run, in a session of its own."""
-    environment = os.environ | {"NPROC": str(nproc), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {"NPROC": str(nproc), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(run.parent)}
     command = [str(project / "scripts/launch.sh"), *WORDS, "--run.dir", str(run), *words]
     with open(run.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True)
 
 
 def family(pid: int) -> list[int]:
@@ -101,6 +110,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--exits", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0, help="loader processes of each rank")
+    parser.add_argument("--slow", action="store_true", help="writes take longer")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
@@ -117,6 +127,7 @@ def main() -> None:
             if not project.exists():
                 cookiecutter(str(TEMPLATE), no_input=True, extra_context=answers, output_dir=str(project.parent))
             folder.mkdir()
+            (folder / "sitecustomize.py").write_text(SLOW * options.slow)
             # Of five, which shares no factor with the strategies, so that each has both.
             nproc, words = (4 if number % 5 > 2 else 2), ["--data.num_workers", str(options.workers)]
             words += SIZES.get(strategy, [])

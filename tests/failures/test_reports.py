@@ -35,7 +35,7 @@ from conftest import (
 from ranks import FAULTS, measure
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.independent]
 
 Changes = dict[tuple[str, str], str]
 
@@ -614,6 +614,15 @@ def test_a_metric_that_cannot_be_recorded_is_named_at_the_first_evaluation(
     edit(project, changes)
     assert named in refuse(project, "--train.eval_every", "1")
     assert len(read_records(project / "run", "train")) == 1
+
+
+def test_names_may_have_an_umlaut_in_an_ascii_locale(bake: Bake) -> None:
+    project, ascii_locale = bake(), {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"}
+    edit(project, {ACCURACY: ACCURACY[1] + ' "größe": 1.0,'})
+    for steps in ("2", "4"):
+        launch(project, *SMALL, "--run.dir", "läufe", "--train.max_steps", steps, nproc=1, **ascii_locale)
+    assert len(read_losses(project / "läufe")) == 4 and not list(project.rglob("*.damaged"))
+    assert read_records(project / "läufe", "eval")[-1]["größe"] == 1
 
 
 def test_metrics_become_plain_numbers_and_the_checkpoint_can_be_read(bake: Bake) -> None:

@@ -29,7 +29,7 @@ from conftest import (
 )
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.independent]
 
 STEPS = 8
 SMALL = f"train --train.max_steps {STEPS} --train.log_every 1 --data.global_batch_size 32".split()

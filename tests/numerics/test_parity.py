@@ -17,6 +17,8 @@ from conftest import CHOICES, Bake, edit, launch, launch_and_kill, read_records,
 
 import check_answers
 
+pytestmark = pytest.mark.independent
+
 TOLERANCE = 1e-5  # How much a split may change a result, relative to it: what different rounding does, and some more.
 STEPS = 20  # In two epochs or three, during which each rule of the oracle acts.
 COMMON = {

@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import BIN, TEMPLATE, Bake, blocks, edit, run, weekly
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.independent]
 
 # All tests of the default project, in three parts, which run in parallel.
 SPLIT, RESUME = "tests/test_split.py", "tests/test_resume.py"

@@ -11,6 +11,8 @@ from conftest import BIN, CHOICES, TEMPLATE, copy_template, read_tree, render_co
 from renders import PARTS, File, Project, mixed
 from traces import find_traces
 
+pytestmark = pytest.mark.independent
+
 EXISTING = [(path.parent.name, path.name) for path in sorted(PARTS.glob("*/*")) if path.name != "shared"]
 NEW = {
     "parallelism": ("ddp", {"Distributed data parallel": "New data parallel"}),

@@ -73,3 +73,5 @@ if [[ "$root" == *:* ]]; then
     mistake "$root has a colon, which PYTHONPATH cannot hold; rename that folder"
 fi
 export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
+# Paths and files are in UTF-8, also where the locale is ASCII, as in many containers.
+export PYTHONUTF8=1

@@ -30,6 +30,7 @@ class Task:
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums by name, of (batch, classes) logits and labels; only ``loss`` is trained."""
+        # A second loss that this adds to `loss` is no part of the `loss` that metrics() returns.
         # Losses are computed in fp32, even if the model computes in bf16 or fp16.
         return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
 

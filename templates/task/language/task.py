@@ -44,6 +44,7 @@ class Task:
 
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums by name, of logits and (batch, time) targets; only ``loss`` is trained."""
+        # A second loss that this adds to `loss` is no part of the `loss` that metrics() returns.
         # Losses are computed in fp32, even if the model computes in bf16 or fp16.
         logits = outputs.float().flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
