@@ -7,11 +7,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -223,6 +224,13 @@ def read_losses(folder: Path) -> list[float]:
 def weekly(*cases: Any) -> list[Any]:
     """Return cases of a test whose other cases show the same earlier; a tuple has several parameters."""
     return [pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.weekly) for case in cases]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that no program listens at."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 def find_processes(variable: str) -> list[int]:

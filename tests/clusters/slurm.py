@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from conftest import find_processes, run, started, wait_until
+from conftest import find_processes, free_ports, run, started, wait_until
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # The daemons are in sbin, which is not on every user's path.
 ENDED = r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY)|Restarts=[2-9]"
@@ -62,13 +62,6 @@ class Slurm:
         show = ("scontrol", "show", "job", number)
         wait_until(lambda: re.search(ENDED, self.command(*show)), f"job {number} has ended", 300)
         return re.findall(r"\b(?:JobState|Restarts|ExitCode)=(\S+)", self.command(*show))
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that no program listens at."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def write_files(folder: Path) -> dict[str, str]:

@@ -6,9 +6,8 @@ import re
 from contextlib import ExitStack
 
 import pytest
-from conftest import Bake, launch, run_alone, started
+from conftest import Bake, free_ports, launch, run_alone, started
 from machines import needs_root, two_machines
-from slurm import free_ports
 from training import CPU
 
 pytestmark = pytest.mark.long

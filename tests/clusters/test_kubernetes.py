@@ -9,8 +9,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from conftest import Bake, launch, read_losses, started, wait_until, weekly
-from slurm import free_ports
+from conftest import Bake, free_ports, launch, read_losses, started, wait_until, weekly
 from training import TRAIN
 
 pytestmark = pytest.mark.long

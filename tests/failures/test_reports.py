@@ -22,6 +22,7 @@ from conftest import (
     Bake,
     edit,
     find_processes,
+    free_ports,
     launch,
     read_losses,
     read_records,
@@ -891,6 +892,19 @@ def test_what_a_launcher_did_not_set_is_named(bake: Bake, variables: dict[str, s
     err = run_alone(project, *SMALL, "--run.dir", "run", code=2, **variables).stderr
     assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
     assert not (project / "run").exists()
+
+
+@pytest.mark.weekly
+def test_a_second_run_on_the_same_port_is_named_and_the_first_continues(bake: Bake) -> None:
+    project = bake()
+    words = [*SMALL, "--train.epochs", "100", "--distributed.init_method", f"tcp://127.0.0.1:{free_ports(1)[0]}"]
+    words += ["--train.log_every", "100", "--train.max_steps"]
+    first = (project / "scripts" / "launch.sh", *words, "1000", "--run.dir", "first")
+    with started(*first, cwd=project, NPROC="2") as process:
+        wait_until((project / "first" / "metrics.jsonl").exists, "the first run trains")
+        err = launch(project, *words, "4", "--run.dir", "second", code=1).stderr
+        assert "address already in use" in err and "Traceback" not in err, err
+        assert process.wait(timeout=300) == 0
 
 
 def test_ranks_meet_where_init_method_says(bake: Bake, tmp_path: Path) -> None:
