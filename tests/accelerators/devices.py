@@ -72,27 +72,30 @@ def install() -> None:
 
     cuda: Any = torch.cuda
     accelerator: Any = torch.accelerator
+    # CUDA's library counts the devices, and knows the current one.
     cuda.is_available = accelerator.is_available = cuda.is_initialized = lambda: True
     cuda._lazy_init = lambda: None
     cuda.device_count = accelerator.device_count = lambda: 8
     accelerator.current_accelerator = lambda *_, **__: CUDA
     cuda.current_device = accelerator.current_device_index = lambda: current[0]
     cuda.set_device = accelerator.set_device_index = choose
+    # It orders work by streams and events, for which only the host's waits matter here.
     cuda.synchronize = accelerator.synchronize = synchronize
     cuda.Stream = cuda.Event = Stream
     cuda.current_stream = cuda.default_stream = Stream
     cuda.stream = cuda.device = nullcontext
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    # What it measures: the name of a device, for its peak of operations, and the memory.
     cuda.get_device_name = lambda _: "NVIDIA H100"
+    accelerator.max_memory_allocated = lambda: 0
+    # It draws random numbers, of which there are none.
     cuda.manual_seed = cuda.manual_seed_all = lambda _: None
     cuda.get_rng_state = lambda _="cuda": torch.zeros(16, dtype=torch.uint8)  # A seed, and an offset.
     cuda.set_rng_state = lambda *_: None
-    accelerator.max_memory_allocated = lambda: 0
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor() makes a tensor on the CPU, and copies it.
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    # Numbers that are not there are finite, and DDP compares the shapes of parameters, which it gathers as numbers.
     torch.Tensor.isfinite = lambda _: True  # type: ignore[method-assign, assignment]
-    # DDP compares the shapes of parameters, which it gathers as values.
     torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: None
-
     # Copies of a sharded save lie in pinned memory.
     torch.cuda._pin_memory_utils.pin_memory = torch.cuda._pin_memory_utils.unpin_memory = lambda *_: None
     fully_shard = torch.distributed.fsdp.fully_shard

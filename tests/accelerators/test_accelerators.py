@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 FOLDER = TEMPLATE / "tests" / "accelerators"
-WORDS = "--train.max_steps 6 --train.log_every 2 --data.global_batch_size 32 --data.micro_batch_size 4".split()
+WORDS = "--train.max_steps 4 --train.log_every 2 --data.global_batch_size 32 --data.micro_batch_size 4".split()
 SHORT = {
     "language": "--dataset.max_bytes 50000 --dataset.test_bytes 2000",
     "control": "--dataset.steps 8 --dataset.minibatches 1 --dataset.passes 1",
@@ -91,7 +91,7 @@ CASES = [
     ("ddp", "digits", 4, "--train.precision fp16"),
     ("fsdp", "language", 4, "--train.precision bf16 --checkpoint.format sharded"),
     ("pipeline", "language", 4, "--train.activation_checkpointing true"),
-    ("tensor", "language", 4, "--train.precision bf16"),
+    ("tensor", "digits", 4, "--train.precision bf16"),
     *weekly(
         *((strategy, task, world_size, "") for strategy in STRATEGIES for task in TASKS for world_size in (1, 4, 8)),
         *((strategy, "digits", 4, PRECISE) for strategy in STRATEGIES),
@@ -111,7 +111,7 @@ def test_a_run_on_devices_is_sound(
 
 @pytest.mark.parametrize("strategy", ["model_parallel", "mesh", *weekly("ddp", "fsdp", "pipeline", "tensor")])
 def test_a_run_resumes_on_devices(bake: Bake, library: Path, checkpoint: Path, tmp_path: Path, strategy: str) -> None:
-    words = f"--checkpoint.resume {checkpoint} --train.max_steps 9 {LAYOUTS.get(strategy, {}).get(4, '')}"
+    words = f"--checkpoint.resume {checkpoint} --train.max_steps 6 {LAYOUTS.get(strategy, {}).get(4, '')}"
     check(start(bake(parallelism=strategy), library, tmp_path / "result", 4, *words.split()), strategy, "digits")
 
 
