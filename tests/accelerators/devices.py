@@ -49,6 +49,9 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cuda", torch.accelerator.current_device_index())
 
+    def synchronize(self) -> None:
+        synchronize()
+
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: self
 
@@ -60,6 +63,7 @@ class Stream:
 
 
 def synchronize(*_: Any) -> None:
+    """Note that the host waits for a device."""
     waits.append(line_of_project())
 
 
@@ -93,9 +97,9 @@ def install() -> None:
     cuda.get_rng_state = lambda _="cuda": torch.zeros(16, dtype=torch.uint8)  # A seed, and an offset.
     cuda.set_rng_state = lambda *_: None
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor() makes a tensor on the CPU, and copies it.
-    # Numbers that are not there are finite, and DDP compares the shapes of parameters, which it gathers as numbers.
-    torch.Tensor.isfinite = lambda _: True  # type: ignore[method-assign, assignment]
+    # DDP compares the shapes of parameters, which it gathers as numbers.
     torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: None
+    torch.Tensor.isfinite = is_finite  # type: ignore[method-assign, assignment]
     # Copies of a sharded save lie in pinned memory.
     torch.cuda._pin_memory_utils.pin_memory = torch.cuda._pin_memory_utils.unpin_memory = lambda *_: None
     fully_shard = torch.distributed.fsdp.fully_shard
@@ -109,7 +113,7 @@ def install() -> None:
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:
-    """Move what fully_shard would move by an assignment to ``.data``, which leaves a tensor's type as it is."""
+    """Move what fully_shard would move by an assignment to ``.data``: fake and real tensors differ in class."""
     moved = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -122,6 +126,14 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
                 owner._buffers[name] = buffer.to(device)
 
 
+def is_finite(tensor: torch.Tensor) -> Any:
+    """Return of numbers that are not there that they are finite, which the host waits for."""
+    if tensor.device.type == "cpu":
+        return torch.isfinite(tensor)
+    synchronize()
+    return True
+
+
 class Devices(FakeTensorMode):
     """Runs operations on the devices without values, and those on the CPU as they are."""
 
@@ -132,6 +144,7 @@ class Devices(FakeTensorMode):
         self.depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation: a message is noted, and so is a wait of the host, which gets ones for what it reads."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -139,15 +152,23 @@ class Devices(FakeTensorMode):
             messages.append(message_of(func, args, line_of_project()))
         operation = func.overloadpacket
         target = kwargs.get("device")
-        if is_on_device and operation is aten._local_scalar_dense:
-            waits.append(line_of_project())
-            dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if is_on_device and operation is aten._to_copy and target is not None and target.type == "cpu":
-            waits.append(line_of_project())
-            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if not is_on_device and (target is None or target.type != "cuda"):
             return func(*args, **kwargs)
+        if operation is aten._local_scalar_dense:
+            synchronize()
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if operation is aten._to_copy:
+            kinds = {tensors[0].device.type, target.type} if target is not None else set()
+            if kinds == {"cpu", "cuda"} and not kwargs.get("non_blocking"):
+                synchronize()
+            if target is not None and target.type == "cpu":
+                return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if operation is aten.copy_ and args[0].device.type != args[1].device.type:
+            if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+                synchronize()
+            if args[0].device.type == "cpu":
+                return args[0]  # It keeps its numbers: DDP reads its order of buckets back so.
         if not is_on_device and tensors:  # A copy to a device.
             args, kwargs = tree_map_only(torch.Tensor, self.from_tensor, (args, kwargs))
         self.depth += 1  # Inside, the mode may run the same operation again.

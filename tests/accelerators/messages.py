@@ -18,14 +18,11 @@ class Message(NamedTuple):
     """One call of a rank, with the ranks of the group, and the line of the project that made it."""
 
     operation: str
+    group: str
     ranks: tuple[int, ...]
-    tensors: tuple[Any, ...]  # Shape, type and kind of device of each.
+    tensors: tuple[Any, ...]  # Shape, type and kind of device of each; and numbers and words, such as the root.
     peer: int | None  # The other rank of a send or a receive.
     line: str
-
-    @property
-    def is_sent(self) -> bool:
-        return self.operation.startswith("send")
 
     def describe(self) -> str:
         return f"{self.operation} in a group of {len(self.ranks)} at {self.line}"
@@ -39,12 +36,17 @@ def is_message(func: Any) -> bool:
 def message_of(func: Any, args: Any, line: str) -> Message:
     """Return what an operation of PyTorch sends."""
     leaves = tree_leaves(args)
-    tensors = tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.device.type) for leaf in leaves if isinstance(leaf, torch.Tensor)
-    )
-    ranks = dist.get_process_group_ranks(group_of(leaves))
-    peer = ranks[args[2]] if func._opname in ("send", "recv_") else None
-    return Message(func._opname, tuple(ranks), tensors, peer, line)
+    group = group_of(leaves)
+    ranks = dist.get_process_group_ranks(group)
+    is_pair = func._opname in ("send", "recv_")
+    contents: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            contents.append((tuple(leaf.shape), leaf.dtype, leaf.device.type))
+        elif isinstance(leaf, int | str) and not is_pair:
+            contents.append(leaf)
+    peer = ranks[args[2]] if is_pair else None
+    return Message(func._opname, group.group_name, tuple(ranks), tuple(contents), peer, line)
 
 
 def group_of(leaves: list[Any]) -> Any:
@@ -60,24 +62,22 @@ def group_of(leaves: list[Any]) -> Any:
 def differences(messages: dict[int, list[Message]]) -> list[str]:
     """Return where members of a group do not call the same, and the sends that no receive meets, as sentences."""
     found = []
-    calls: dict[tuple[int, ...], dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
+    calls: dict[tuple[str, tuple[int, ...]], dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
     pairs: dict[tuple[int, int], tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for rank, sequence in messages.items():
         for message in sequence:
             if message.peer is None:
-                calls[message.ranks][rank].append(message)
-            elif message.is_sent:
+                calls[message.group, message.ranks][rank].append(message)
+            elif message.operation.startswith("send"):
                 pairs[rank, message.peer][0].append(message.tensors)
             else:
                 pairs[message.peer, rank][1].append(message.tensors)
-    for ranks, sequences in calls.items():
-        members = [rank for rank in ranks if rank in messages]
-        first = sequences[members[0]]
-        for rank in members[1:]:
-            found += compare(members[0], first, rank, sequences[rank])
+    for (_, ranks), sequences in calls.items():
+        for rank in ranks[1:]:
+            found += compare(ranks[0], sequences[ranks[0]], rank, sequences[rank])
     for (source, target), (sent, received) in pairs.items():
-        if source in messages and target in messages and sent != received:
-            found.append(f"rank {source} sends {len(sent)} messages to rank {target}, which receives {len(received)}")
+        if sent != received:
+            found.append(f"rank {source} sends to rank {target} {sent}, which receives {received}")
     return found
 
 
@@ -85,7 +85,7 @@ def compare(first: int, expected: list[Message], rank: int, sequence: list[Messa
     """Return the first call in which two members of a group differ."""
     for number in range(max(len(expected), len(sequence))):
         pair = [calls[number] if number < len(calls) else None for calls in (expected, sequence)]
-        ours, theirs = (message and message[:3] for message in pair)
+        ours, theirs = (message and message[:4] for message in pair)
         if ours != theirs:
             texts = [message.describe() if message else "nothing" for message in pair]
             return [f"call {number} of a group: rank {first} {texts[0]}, rank {rank} {texts[1]}"]
@@ -93,13 +93,13 @@ def compare(first: int, expected: list[Message], rank: int, sequence: list[Messa
 
 
 def replay(messages: dict[int, list[Message]]) -> list[str]:
-    """Let all ranks take their calls in order; returns where each rank that waits for ever does so.
+    """Advance each rank until it has to wait, and stop when none moves; returns where ranks wait for ever.
 
     A collective ends when all members have come to it; a receive waits for its message, and a send for nothing.
     """
     done = dict.fromkeys(messages, 0)
-    taken: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)  # Collectives of a rank in a group.
-    arrived: dict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
+    taken: dict[tuple[int, str], int] = defaultdict(int)  # Collectives of a rank in a group.
+    arrived: dict[tuple[str, tuple[int, ...], int], set[int]] = defaultdict(set)
     in_flight: dict[tuple[int, int], int] = defaultdict(int)
     moves = True
     while moves:
@@ -108,21 +108,18 @@ def replay(messages: dict[int, list[Message]]) -> list[str]:
             while done[rank] < len(sequence):
                 message = sequence[done[rank]]
                 if message.peer is None:
-                    call = (message.ranks, taken[rank, message.ranks])
+                    call = (message.group, message.ranks, taken[rank, message.group])
                     arrived[call].add(rank)
-                    if not arrived[call] >= {member for member in message.ranks if member in messages}:
+                    if arrived[call] != {*message.ranks}:
                         break
-                    taken[rank, message.ranks] += 1
-                elif message.is_sent:
+                    taken[rank, message.group] += 1
+                elif message.operation.startswith("send"):
                     in_flight[rank, message.peer] += 1
-                elif message.peer in messages:
+                else:
                     if not in_flight[message.peer, rank]:
                         break
                     in_flight[message.peer, rank] -= 1
                 done[rank] += 1
                 moves = True
-    return [
-        f"rank {rank} waits in {sequence[done[rank]].describe()}"
-        for rank, sequence in messages.items()
-        if done[rank] < len(sequence)
-    ]
+    stuck = [rank for rank, sequence in messages.items() if done[rank] < len(sequence)]
+    return [f"rank {rank} waits in {messages[rank][done[rank]].describe()}" for rank in stuck]

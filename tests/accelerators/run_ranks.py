@@ -1,6 +1,6 @@
-"""Train a project as some ranks of a group, one after the other, on devices that devices.py makes.
+"""Train a project as the ranks of a group, one after the other, on devices that devices.py makes.
 
-run_ranks.py PROJECT WORLD_SIZE RANKS OUTPUT [settings]: what each rank did is written to OUTPUT, a pickle.
+run_ranks.py PROJECT WORLD_SIZE OUTPUT [settings]: what each rank did is written to OUTPUT, a pickle.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import devices
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+import torch.distributed.device_mesh
 import torch.testing._internal.distributed.fake_pg
 from messages import Message
 from torch._subclasses import FakeTensor
@@ -38,8 +39,9 @@ def install(distributed: Any, evaluate: Any, losses: Any, rank: int, world_size:
         init_process_group(backend, **options)
 
     def record(operation: str, group: Any = None, peer: int | None = None) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        devices.messages.append(Message(operation, ranks, (), peer, devices.line_of_project()))
+        group = group or dist.group.WORLD
+        ranks = tuple(dist.get_process_group_ranks(group))
+        devices.messages.append(Message(operation, group.group_name, ranks, (), peer, devices.line_of_project()))
 
     def new_fake_group(*words: Any, backend: Any = None, **options: Any) -> Any:
         record("new_group")
@@ -48,9 +50,10 @@ def install(distributed: Any, evaluate: Any, losses: Any, rank: int, world_size:
     answers = iter(told[:])
 
     def hear(value: Any) -> Any:
+        """Return the next object of rank 0: all ranks hear them in the same order."""
         if rank == 0:
             told.append(value)
-        return value if rank == 0 else next(answers, value)
+        return value if rank == 0 else next(answers)
 
     def all_gather(process: Any, value: Any) -> list[Any]:
         record("all_gather_object", process.cpu_group)
@@ -64,16 +67,18 @@ def install(distributed: Any, evaluate: Any, losses: Any, rank: int, world_size:
         record("send_object", group, target)
 
     def receive(objects: list[Any], source: int, group: Any) -> None:
+        """Let rank 0 save its own stage alone."""
         record("recv_object", group, source)
         objects[0] = {"model": {}, "optimizer": {"state": {}}}
 
     average = losses.MeanLosses.average
 
     def average_of_any_stage(means: Any, steps: list[Any]) -> list[dict[str, float]]:
+        """Return 1 for losses that a later stage has, which did not run yet."""
         if any(steps):
             return average(means, steps)
         all_gather(means.parallel.process, [[] for _ in steps])
-        return [{"loss": 1.0, "grad_norm": 1.0} for _ in steps]  # The last stage has them.
+        return [{"loss": 1.0, "grad_norm": 1.0} for _ in steps]
 
     losses.MeanLosses.average = average_of_any_stage
     # The shards of a sharded checkpoint are copied to the host, and not written.
@@ -89,7 +94,8 @@ def install(distributed: Any, evaluate: Any, losses: Any, rank: int, world_size:
     tracker.__init__ = init_fake_tracker
     tracker._distribute_region = lambda *_, **__: nullcontext()
     dist.init_process_group = init_fake_group
-    dist.new_group = new_fake_group
+    for module in (dist, dist.distributed_c10d, torch.distributed.device_mesh):  # Each has the name for itself.
+        module.new_group = new_fake_group
     dist.broadcast_object_list = broadcast
     dist.send_object_list = send
     dist.recv_object_list = receive
@@ -156,12 +162,12 @@ def train(package: str, rank: int, world_size: int, told: list[Any], words: list
     return {"told": told, "messages": devices.messages, "waits": waits, "places": places, "kept": kept}
 
 
-def main(project: str, world_size: str, ranks: str, output: str, *words: str) -> None:
+def main(project: str, world_size: str, output: str, *words: str) -> None:
     sys.path.insert(0, f"{project}/src")
     (package,) = os.listdir(f"{project}/src")
     devices.install()
     results: dict[int, Any] = {}
-    for rank in map(int, ranks.split(",")):
+    for rank in range(int(world_size)):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": world_size, "LOCAL_RANK": str(rank % 8)}
         run_dir = f"{output}-run{rank}"
         if not (child := os.fork()):

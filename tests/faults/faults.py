@@ -925,6 +925,13 @@ FAULTS = {
         "scaler.step(self.optimizer), grad_norm.item()",
         DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
     ),
+    "each micro-batch waits to get its weight": Fault(
+        SRC + "losses.py",
+        "MeanLosses.set_weight",
+        "self.weights[number].fill_(self.task.weight(targets))",
+        "self.weights[number] = self.task.weight(targets)",
+        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+    ),
     "a batch stays on the CPU": Fault(
         SRC + "loader.py",
         "to_device",

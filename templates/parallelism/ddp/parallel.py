@@ -53,7 +53,7 @@ class Parallel:
         # Blocks are prepared while the model is built: first recomputation, then compilation.
         model = build_model(config.model, partial(prepare_block, config=config))
         self.module: nn.Module = model.to(self.device)
-        self.partial_sums: list[Gradients] = []
+        self.partial_sums = list[Gradients]()
         self.exact = config.train.exact
         self.ddp = DistributedDataParallel(
             self.module,
@@ -168,7 +168,7 @@ def add_as_tree(module: nn.Module, number: int, partial_sums: list[Gradients]) -
     """
     if number % 2:
         return  # The next backward adds its gradients to those of this one, which makes a pair.
-    sums: Gradients = {}
+    sums = Gradients()
     for parameter in module.parameters():
         if parameter.grad is not None:
             sums[parameter] = parameter.grad.clone()

@@ -56,7 +56,7 @@ class Parallel:
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
         mesh = self.build_mesh(config.parallel.replicas)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
-        self.partial_sums: list[Gradients] = []
+        self.partial_sums = list[Gradients]()
         # The gathered parameters that are trained, and those that the last backward has reached.
         self.watched = dict[str, Tensor]()
         self.reached = set[Tensor]()
@@ -218,7 +218,7 @@ def add_as_tree(module: nn.Module, number: int, partial_sums: list[Gradients]) -
     """
     if number % 2:
         return  # The next backward adds its gradients to those of this one, which makes a pair.
-    sums: Gradients = {}
+    sums = Gradients()
     for parameter in module.parameters():
         if parameter.grad is not None:
             sums[parameter] = parameter.grad.clone()

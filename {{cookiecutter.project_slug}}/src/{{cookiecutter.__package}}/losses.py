@@ -27,7 +27,8 @@ class MeanLosses:
         self.parts = StepLosses()
         self.weights = -torch.zeros(self.num_microbatches, device=self.parallel.device).float()
         for number, (_, targets) in zip(self.parallel.microbatches, microbatches, strict=True):
-            self.weights[number] = self.task.weight(targets)
+            # An assignment would copy a number to the device, and wait for it.
+            self.weights[number].fill_(self.task.weight(targets))
         # Other ranks have -0 there, whose bits are the least integer. So a maximum gathers the bits
         # of each weight, even of NaN. It is exact, even of copies, and overlaps with forward.
         self.message = dist.all_reduce(
