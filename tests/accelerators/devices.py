@@ -89,8 +89,9 @@ def install() -> None:
     cuda.current_stream = cuda.default_stream = Stream
     cuda.stream = cuda.device = nullcontext
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
-    # What it measures: the name of a device, for its peak of operations, and the memory.
+    # What it knows of a device: its name, for the peak of operations, bf16, and the memory in use.
     cuda.get_device_name = lambda _: "NVIDIA H100"
+    cuda.is_bf16_supported = lambda **_: True
     accelerator.max_memory_allocated = lambda: 0
     # It draws random numbers, of which there are none.
     cuda.manual_seed = cuda.manual_seed_all = lambda _: None

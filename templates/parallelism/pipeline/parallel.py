@@ -207,7 +207,7 @@ class Parallel:
             if gradient is not None:
                 gradient_shards.append(gradient.to_local())
         # The norm of no gradients would be on the CPU.
-        local_norm = nn.utils.get_total_norm(gradient_shards).to(self.device)
+        local_norm = nn.utils.get_total_norm(gradient_shards).to(self.device, non_blocking=True)
         # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
         # ranks, so all ranks scale their shards by the same bits.
         norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]

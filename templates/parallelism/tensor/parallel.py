@@ -192,7 +192,7 @@ class Parallel:
             if self.tensor_rank == 0 or is_sharded_by_plan(gradient):
                 counted_gradients.append(shard.grad)
         # The norm of no gradients would be on the CPU.
-        local_norm = nn.utils.get_total_norm(counted_gradients).to(self.device)
+        local_norm = nn.utils.get_total_norm(counted_gradients).to(self.device, non_blocking=True)
         # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
         # ranks, so all ranks scale their shards by the same bits.
         norms = [torch.empty_like(local_norm) for _ in range(self.process.world_size)]
