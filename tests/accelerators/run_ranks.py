@@ -26,8 +26,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 
-def install(distributed: Any, evaluate: Any, losses: Any, rank: int, world_size: int, told: list[Any]) -> None:
-    """Let a rank be alone: messages are recorded and not sent, and objects are those that rank 0 has ``told``.
+def install(distributed: Any, evaluate: Any, losses: Any, rank: int, world_size: int, sent: list[Any]) -> None:
+    """Let a rank be alone: messages are recorded and not sent, and objects are those that rank 0 has ``sent``.
 
     Rank 0 runs first. Other ranks are assumed to have what this rank has.
     """
@@ -47,21 +47,22 @@ def install(distributed: Any, evaluate: Any, losses: Any, rank: int, world_size:
         record("new_group")
         return new_group(*words, **options)
 
-    answers = iter(told[:])
+    received = iter(sent[:])
 
-    def hear(value: Any) -> Any:
-        """Return the next object of rank 0: all ranks hear them in the same order."""
+    def exchange(value: Any) -> Any:
+        """Return the next object of rank 0: all ranks receive them in the same order."""
         if rank == 0:
-            told.append(value)
-        return value if rank == 0 else next(answers)
+            sent.append(value)
+            return value
+        return next(received)
 
     def all_gather(process: Any, value: Any) -> list[Any]:
         record("all_gather_object", process.cpu_group)
-        return [hear(value), *[value] * (world_size - 1)]
+        return [exchange(value), *[value] * (world_size - 1)]
 
     def broadcast(objects: list[Any], source: int, group: Any) -> None:
         record("broadcast_object", group)
-        objects[:] = hear(objects[:])
+        objects[:] = exchange(objects[:])
 
     def send(_: Any, target: int, group: Any) -> None:
         record("send_object", group, target)
@@ -101,9 +102,8 @@ def install(distributed: Any, evaluate: Any, losses: Any, rank: int, world_size:
     dist.recv_object_list = receive
     distributed.Process.all_gather = all_gather
     distributed.Process.on_main = lambda _, action: action()
-    distributed.CHECK_SECONDS = (
-        1e9  # Rank 0's clock says when ranks look for stop signals; here, they do so at records.
-    )
+    # Rank 0's clock says when ranks look for stop signals. Here, they do so at records alone.
+    distributed.CHECK_SECONDS = 1e9
     # A metric is computed from values.
     evaluate.Evaluator.aggregate = lambda evaluator, _: {evaluator.task.best_metric: 1.0}
 
@@ -120,11 +120,11 @@ def devices_of(tree: Any) -> set[str]:
     return {str(leaf.device) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
-def train(package: str, rank: int, world_size: int, told: list[Any], words: list[str]) -> dict[str, Any]:
+def train(package: str, rank: int, world_size: int, sent: list[Any], words: list[str]) -> dict[str, Any]:
     """Train as one rank; returns its messages, its waits in each step, and where its tensors are."""
     names = ("__main__", "distributed", "evaluate", "losses", "train")
     main, distributed, evaluate, losses, train = (importlib.import_module(f"{package}.{name}") for name in names)
-    install(distributed, evaluate, losses, rank, world_size, told)
+    install(distributed, evaluate, losses, rank, world_size, sent)
     _, config, _ = main.parse(["train", *words])
     config.check(world_size, trains=True)
     process = distributed.Process(dist.HashStore(), rank, world_size)
@@ -159,7 +159,7 @@ def train(package: str, rank: int, world_size: int, told: list[Any], words: list
         places["parameters"] = devices_of([*trainer.parallel.module.parameters()])
         moments = list(trainer.optimizer.state.values())
         places["moments"] = devices_of([{**state, "step": None} for state in moments])
-    return {"told": told, "messages": devices.messages, "waits": waits, "places": places, "kept": kept}
+    return {"sent": sent, "messages": devices.messages, "waits": waits, "places": places, "kept": kept}
 
 
 def main(project: str, world_size: str, output: str, *words: str) -> None:
@@ -172,8 +172,8 @@ def main(project: str, world_size: str, output: str, *words: str) -> None:
         run_dir = f"{output}-run{rank}"
         if not (child := os.fork()):
             try:
-                told = results[0]["told"] if rank else []
-                result = train(package, rank, int(world_size), told, [*words, "--run.dir", run_dir])
+                sent = results[0]["sent"] if rank else []
+                result = train(package, rank, int(world_size), sent, [*words, "--run.dir", run_dir])
             except Exception as error:
                 result = {"error": "".join(traceback.format_exception(error))}
             Path(f"{output}-{rank}").write_bytes(pickle.dumps(result))

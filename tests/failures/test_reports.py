@@ -490,6 +490,15 @@ def test_a_weight_that_is_no_number_on_one_rank_ends_the_run(bake: Bake) -> None
 
 
 @pytest.mark.weekly
+def test_a_frozen_parameter_may_be_infinite(bake: Bake) -> None:
+    project = bake()
+    mask = "nn.Parameter(torch.full((CLASSES,), -torch.inf), requires_grad=False)"
+    edit(project, IMPORTED | {HEAD: f"{HEAD[1]}        self.mask = {mask}\n"})
+    run_alone(project, *SMALL, "--run.dir", "run")
+    assert load(project / "run")["model"]["head.mask"].isinf().all()
+
+
+@pytest.mark.weekly
 def test_a_negative_weight_counts_as_on_one_rank(bake: Bake) -> None:
     project = bake()
     edit(project, {WEIGHT: "        return len(targets) - 24 * (targets[0] % 2)\n"})

@@ -69,6 +69,7 @@ def find_definition(text: str, where: str) -> tuple[int, int]:
 
 
 DEVICES = "tests/accelerators/test_accelerators.py::"
+DDP_ON_DEVICES = DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]"
 RUN_DIR = "tests/failures/test_run_dir.py::"
 SRC = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 PARALLEL, TASK = "templates/parallelism/", "templates/task/"
@@ -909,42 +910,42 @@ FAULTS = {
         "Parallel.__init__",
         "gradient_as_bucket_view=True,",
         "gradient_as_bucket_view=True, device_ids=[0],",
-        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+        DDP_ON_DEVICES,
     ),
     "all ranks take the first device": Fault(
         SRC + "distributed.py",
         "choose_device",
         'int(os.environ.get("LOCAL_RANK", "0"))',
         "0",
-        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+        DDP_ON_DEVICES,
     ),
     "each step waits for the device": Fault(
         SRC + "train.py",
         "Trainer.train_step",
         "scaler.step(self.optimizer)",
         "scaler.step(self.optimizer), grad_norm.item()",
-        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+        DDP_ON_DEVICES,
     ),
     "each micro-batch waits to get its weight": Fault(
         SRC + "losses.py",
         "MeanLosses.set_weight",
         "self.weights[number].fill_(self.task.weight(targets))",
         "self.weights[number] = self.task.weight(targets)",
-        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+        DDP_ON_DEVICES,
     ),
     "a batch stays on the CPU": Fault(
         SRC + "loader.py",
         "to_device",
         "tensor.to(device, non_blocking=True)",
         "tensor",
-        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+        DDP_ON_DEVICES,
     ),
     "rank 0 calls a collective alone": Fault(
         SRC + "train.py",
         "Trainer.train_step",
         "self.check_gradients()",
         "self.check_gradients(), self.process.rank == 0 and torch.distributed.barrier()",
-        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+        DDP_ON_DEVICES,
     ),
     "the first random operation on a shard waits for other stages": Fault(
         "templates/parallelism/mesh/parallel.py",
@@ -958,14 +959,14 @@ FAULTS = {
         "setup",
         "dist.get_default_backend_for_device(process.device)",
         '"gloo"',
-        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+        DDP_ON_DEVICES,
     ),
     "some ranks make a group": Fault(
         SRC + "distributed.py",
         "setup",
         'dist.new_group(backend="gloo", timeout=timeout)',
         'dist.new_group(backend="gloo", timeout=timeout)\n        process.rank and dist.new_group()',
-        DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]",
+        DDP_ON_DEVICES,
     ),
     "losses are divided on another device": Fault(
         MODEL_PARALLEL,

@@ -87,9 +87,8 @@ class Parallel:
             is_last = number == len(self.microbatches)
             self.ddp.require_backward_grad_sync = is_last
             with self.autocast:
-                outputs = self.ddp(inputs)
-                # The last block has left its outputs on the last device.
-                outputs, targets = to_device((outputs, targets), outputs.device)
+                # The last block leaves its outputs on its own device.
+                outputs, targets = to_device((self.ddp(inputs), targets), self.device)
                 loss = mean_loss(outputs, targets)
             self.scaler.scale(loss).backward()
             if self.exact and not is_last:
@@ -117,8 +116,7 @@ class Parallel:
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs."""
         with self.autocast:
-            outputs = self.module(inputs)
-        return outputs.to(self.device)
+            return self.module(inputs)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the norm of the whole model's gradient, and return the norm before."""

@@ -161,14 +161,15 @@ class Checkpointer:
         """Wait, check the weights, average buffers, and return what is equal on all ranks."""
         self.wait_for_writers()
         for name, parameter in self.parallel.module.named_parameters():
-            if parameter.requires_grad and parameter not in self.trained_parameters:
-                # A resumed run would not train it, because it builds its optimizer at the start.
-                raise UserError(
-                    f"step {progress['step']} is not saved: "
-                    f"{name} is trained, but the optimizer lacked it at the start"
-                )
-            if not parameter.sum().isfinite():
-                raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
+            if parameter.requires_grad:  # A frozen one may be a mask, and hold infinity.
+                if parameter not in self.trained_parameters:
+                    # A resumed run would not train it: it builds its optimizer at the start.
+                    raise UserError(
+                        f"step {progress['step']} is not saved: "
+                        f"{name} is trained, but the optimizer lacked it at the start"
+                    )
+                if not parameter.sum().isfinite():
+                    raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
         self.parallel.average_buffers()
         for name, buffer in self.parallel.module.named_buffers():
             if buffer.isnan().any():  # A mask may hold infinity.

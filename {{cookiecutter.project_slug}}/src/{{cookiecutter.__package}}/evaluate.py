@@ -53,7 +53,7 @@ class Evaluator:
     @torch.no_grad()
     def measure(self) -> Metrics:
         """Return the metrics of the samples whose outputs this rank has, and their ``index``."""
-        collected: dict[str, list[Tensor]] = {}
+        collected = dict[str, list[Tensor]]()
         for indices, batch in zip(self.batches, self.loader, strict=True):
             # Loaders draw, too: so all is seeded anew, in the same way on any number of ranks.
             seed_everything(int(indices[0]), self.parallel.device)
