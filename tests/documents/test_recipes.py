@@ -174,7 +174,7 @@ def test_images_are_the_pixels_of_their_files_and_other_names_are_refused(
     assert "step 3 of 6" in launch(project, *moved, "--train.max_steps", "6").stdout
     image = next(project.glob("moved/images/train/0/*.png"))
     image.rename(image.with_stem("renamed"))
-    assert "the content of dataset.path is" in launch(project, *moved, code=2).stderr
+    assert "content of dataset.path is" in launch(project, *moved, code=2).stderr
     (project / "moved" / "images" / "test" / "7").rename(project / "seven")
     error = "error: dataset.path is moved/images; give one with the same 10 classes in train and test\n"
     assert launch(project, *moved, code=2).stderr == error
@@ -706,6 +706,6 @@ def test_a_run_begins_at_the_loss_of_its_folder_and_exports_one_with_the_loss_of
     more = (*command, "--train.max_steps", str(STEPS + 3), "--run.dir", tmp_path / "run")
     assert f"step {STEPS} of {STEPS + 3}" in launch(project, *more, "--model.folder", "moved").stdout
     error = launch(project, *more, "--train.max_steps", "40", "--model.folder", exported, code=2).stderr
-    assert "error: the content of model.folder is" in error
+    assert "error: content of model.folder is" in error
     error = launch(project, "export", "--checkpoint", newest, "--output", tmp_path / "other", code=2).stderr
     assert "was trained from the folder 'data/model', which is not there" in error

@@ -19,6 +19,7 @@ SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 
 SMALL += ["--run.dir", "run"]
 LOSS = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}')
 NORM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
+FORWARD = ("model.py", "        return F.silu(self.norm(self.conv(images)))\n")
 LOADED = ("dataset.py", "        self.max_shift = max_shift\n")
 
 
@@ -59,6 +60,13 @@ def debug_in_detail(project: Path) -> str:
 def have_unused_parameters(project: Path) -> str:
     edit(project, {NORM: NORM[1] + "        self.unused = nn.Linear(1, 1)\n"})
     return report(project, code=2).replace("['stem.unused.weight', 'stem.unused.bias']", "['unused.weight']")
+
+
+def count_calls(project: Path) -> str:
+    counter = "        self.register_buffer('calls', self.norm.weight.detach()[0])\n"
+    counted = "        self.calls += 1\n"
+    edit(project, {NORM: NORM[1] + counter, FORWARD: counted + FORWARD[1]})
+    return report(project, code=2)
 
 
 def explode(project: Path) -> str:
@@ -130,6 +138,7 @@ CAUSES = [
         be_killed,
         debug_in_detail,
         have_unused_parameters,
+        count_calls,
         explode,
         share_a_folder,
         be_damaged,

@@ -1363,12 +1363,28 @@ def test_a_layer_that_some_micro_batches_lack_is_right_or_refused(
     assert found == [pytest.approx(numbers, rel=1e-6) for numbers in expected] and len(found) == 2
 
 
-def test_copies_that_forward_changes_in_other_ways_are_named(bake: Bake) -> None:
-    project = bake()
-    layer = "        self.slow = nn.Linear(width, 1).requires_grad_(False)\n"
-    changed = "        self.slow.weight.add_(features.mean().detach())\n"
-    edit(project, {HEAD: HEAD[1] + layer, POOLED: changed + POOLED[1]})
-    assert "copies of head.slow.weight drift apart" in refuse(project, nproc=2)
+FROZEN = "        self.slow = nn.Linear(width, 1).requires_grad_(False)\n"
+BUFFER = "        self.slow = nn.Module()\n        self.slow.register_buffer('weight', torch.zeros(1))\n"
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "nproc", "words", "layer"),
+    [
+        ("ddp", 1, [], FROZEN),
+        ("ddp", 2, [], BUFFER),
+        ("fsdp", 2, [], FROZEN),
+        ("pipeline", 2, [], FROZEN),
+        ("mesh", 2, ["--parallel.pipeline", "2"], FROZEN),
+    ],
+    ids=["a parameter", "a buffer", "what fsdp gathers", "what a pipeline gathers", "what a mesh gathers"],
+)
+def test_what_micro_batches_change_is_named_at_the_first_record(
+    bake: Bake, parallelism: str, nproc: int, words: list[str], layer: str
+) -> None:
+    project = bake(parallelism=parallelism)
+    changed = "        with torch.no_grad():\n            self.slow.weight.add_(features.mean())\n"
+    edit(project, IMPORTED | {HEAD: HEAD[1] + layer, POOLED: changed + POOLED[1]})
+    assert "micro-batches change head.slow.weight" in refuse(project, *words, nproc=nproc)
     assert not list(project.glob("run/checkpoints/*.pt"))
 
 
@@ -1453,10 +1469,10 @@ CENTER = {("task.py", '        return {"loss": F'): '        self.calls.add_(1)\
     "changes",
     [COUNTER | add(TASK, "        self.calls = 0\n"), CENTER | add(TASK, "        self.calls = torch.zeros(9)\n")],
 )
-def test_what_a_task_keeps_from_step_to_step_is_refused_at_the_second_record(bake: Bake, changes: Changes) -> None:
+def test_what_a_task_keeps_from_step_to_step_is_refused_at_the_first_record(bake: Bake, changes: Changes) -> None:
     project = bake()
     edit(project, changes)
-    assert "Task changes in training" in refuse(project)
+    assert "micro-batches change Task" in refuse(project)
     assert not list(project.glob("run/checkpoints/*.pt"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+from conftest import TEMPLATE
 from density import count, densities
 from sizes import CAPS, keeps, measure_all, private_names, worst
 
@@ -82,3 +83,8 @@ def test_densities_are_those_of_a_text_that_was_counted_by_hand() -> None:
 )
 def test_private_interfaces_are_found(code: str, names: set[str]) -> None:
     assert set(private_names(ast.parse(code), code)) == names
+
+
+def test_an_estimate_uses_at_most_five_private_interfaces() -> None:
+    code = (TEMPLATE / "templates/parallelism/shared/estimate.py").read_text()
+    assert 0 < len({*private_names(ast.parse(code), code)}) <= 5

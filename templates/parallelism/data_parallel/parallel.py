@@ -140,6 +140,5 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
-        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

@@ -116,18 +116,11 @@ class Parallel:
         return total_norm
 
     def average_buffers(self) -> None:
-        """Average BatchNorm's statistics before a save, and reject copies that drift apart."""
+        """Average BatchNorm's running statistics over the ranks before a save; a collective."""
         # A rank's statistics have seen only its own local batches since the last call.
         for name, statistics in self.module.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.all_reduce(statistics, dist.ReduceOp.AVG)
-        for name, parameter in self.module.named_parameters():
-            # A sum of integers is the same in any order, and compares NaN, too.
-            checksum = parameter.flatten().view(torch.uint8).sum()
-            highest = checksum.clone()
-            dist.all_reduce(highest, dist.ReduceOp.MAX)
-            if highest != checksum:
-                raise UserError(f"copies of {name} drift apart: by forward, or unused")
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return copies of all weights and optimizer state on rank 0's CPU."""
@@ -205,6 +198,5 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
-        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

@@ -57,8 +57,8 @@ class Parallel:
         mesh = self.build_mesh(config.parallel.replicas)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
         self.partial_sums = list[Gradients]()
-        # The gathered parameters that are trained, and those that the last backward has reached.
-        self.watched = dict[str, Tensor]()
+        # The parameters that forward sees, and those that the last backward has reached.
+        self.gathered = dict[str, Tensor]()
         self.reached = set[Tensor]()
         self.watch_parameters()
 
@@ -79,8 +79,7 @@ class Parallel:
 
         def wrap(block: nn.Module) -> nn.Module:
             refuse_shared(block)
-            # FSDP comes last: its hooks gather weights around forward, and around its recomputation
-            # in backward.
+            # FSDP comes last: its hooks gather weights around forward, and around recomputation.
             prepare_block(block, config)
             shard(block, reshard_after_forward=config.parallel.reshard_after_forward)
             blocks.append(block)
@@ -100,8 +99,7 @@ class Parallel:
                 module.set_force_sum_reduction_for_comms(True)
                 if self.exact:
                     module.set_custom_reduce_scatter(tree)
-        # Backward starts with the last block: if forward freed its weights, they would be gathered
-        # again at once.
+        # Backward starts with the last block, whose weights forward would have freed for nothing.
         self.last_block = cast(FSDPModule, blocks[-1])
         self.last_block.set_reshard_after_forward(False)
 
@@ -117,6 +115,7 @@ class Parallel:
             self.fsdp.set_requires_all_reduce(is_last)
             loss = mean_loss(self.module(inputs), targets)
             self.scaler.scale(loss).backward()
+            self.check_unchanged()
             self.check_used()
             if self.exact and not is_last:
                 add_as_tree(self.module, number, self.partial_sums)
@@ -126,7 +125,7 @@ class Parallel:
         self.partial_sums.clear()
 
     def watch_parameters(self) -> None:
-        """Let a backward add each trained parameter that it reaches to ``reached``."""
+        """Keep gathered parameters; a backward adds those that it reaches to ``reached``."""
         # The whole model comes last: its unshard() gathers only parameters outside of the blocks.
         for prefix, block in reversed(list(self.module.named_modules())):
             if not isinstance(block, FSDPModule):
@@ -134,16 +133,27 @@ class Parallel:
             # Hooks belong on gathered parameters. FSDP frees their memory, but keeps these objects.
             block.unshard()
             for name, parameter in cast(nn.Module, block).named_parameters(prefix):
-                if parameter.requires_grad and name not in self.watched:
-                    self.watched[name] = parameter
-                    parameter.register_post_accumulate_grad_hook(self.reached.add)
+                if name not in self.gathered:
+                    self.gathered[name] = parameter
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(self.reached.add)
             block.reshard()
+
+    def check_unchanged(self) -> None:
+        """Reject a forward that changes a parameter: it has changed a copy, which is freed."""
+        for name, parameter in self.gathered.items():
+            # A version counts writes, but those by which FSDP gathers the parameter.
+            if parameter._version > 0:
+                raise UserError(f"micro-batches change {name}; let train.py change a buffer")
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""
         # FSDP has concatenated the gradients that a rank has, and added the results up over the
         # ranks: where one rank lacked a gradient, those of different parameters were added.
-        unused = {name for name in self.watched if self.watched[name] not in self.reached}
+        unused = set[str]()
+        for name, parameter in self.gathered.items():
+            if parameter.requires_grad and parameter not in self.reached:
+                unused.add(name)
         if unused and not self.allow_unused:
             raise UserError(
                 f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch; "
@@ -153,10 +163,7 @@ class Parallel:
             unused_by_rank = self.process.all_gather(unused)
             used_by_some = set.union(*unused_by_rank) - set.intersection(*unused_by_rank)
             if used_by_some:
-                raise UserError(
-                    f"only some ranks use {min(used_by_some)}; "
-                    "under this strategy, all have to, or none"
-                )
+                raise UserError(f"only some ranks use {min(used_by_some)}; all have to, or none")
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs; a collective."""
@@ -173,9 +180,8 @@ class Parallel:
             if gradient is not None:
                 gradient_shards.append(gradient.to_local())
         local_norm = norm(gradient_shards)
-        # An all-reduce may add up the ranks in any order. Gathered norms are added in the order of
-        # ranks, so all ranks scale their shards by the same bits. Replicas have equal gradients,
-        # and each counts only its own.
+        # An all-reduce may add in any order. Gathered norms have the order of ranks, so all scale
+        # their shards by the same bits. Replicas have equal gradients, and each counts its own.
         norms = [torch.empty_like(local_norm) for _ in range(dist.get_world_size(self.shard_group))]
         dist.all_gather(norms, local_norm, group=self.shard_group)
         # Shards add up in another order than a whole tensor. In float64, that changes the rounded
@@ -280,7 +286,6 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
         if not buffer.is_contiguous():
-            # Loading a checkpoint copies into a buffer, which fails if the buffer is expanded.
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
@@ -290,6 +295,5 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
-        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

@@ -139,6 +139,10 @@ class Parallel:
             arguments.append(numbers)
         target = numbers if self.stage.is_last else None
         self.schedule.step(*arguments, target=target)
+        if self.stage.changed:
+            raise UserError(
+                f"micro-batches change {self.stage.changed}; let train.py change a buffer"
+            )
 
     def build_schedule(self, shapes: Shapes) -> Any:
         """Return a schedule that runs this rank's stage on tensors of these shapes."""
@@ -223,13 +227,10 @@ class Parallel:
                 shard: Any = parameter
                 norms[self.dp_rank, name] = shard.to_local().norm().item()
         for other_norms in self.process.all_gather(norms):
-            for (dp_rank, name), other_norm in other_norms.items():
-                # Shards of other dp_ranks cannot be compared. The rank with the larger norm raises.
-                norm = norms.get((dp_rank, name), other_norm)
-                if norm > 1.0001 * other_norm:
-                    raise UserError(
-                        f"copies of {name} drift apart; plan it in plan.py, or set train.exact"
-                    )
+            # Ranks of another dp_rank have other shards. The rank with the larger norm raises.
+            for key in norms.keys() & other_norms.keys():
+                if norms[key] > 1.0001 * other_norms[key]:
+                    raise UserError(f"copies of {key[1]} drift apart; plan it, or set train.exact")
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return weights and optimizer state of the whole model on rank 0's CPU; a collective."""

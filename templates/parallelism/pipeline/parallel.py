@@ -114,7 +114,7 @@ class Parallel:
             if stage_index not in self.stages:
                 is_last = stage_index == self.last_stage
                 self.stages[stage_index] = Stage(nn.Sequential(), is_last)
-            self.stages[stage_index].blocks.append(block)
+            self.stages[stage_index].blocks.add_module(name, block)
         for stage in self.stages.values():
             # No parameter is left to shard, but a schedule asks the stage as a whole to scatter
             # gradients only after the last micro-batch.
@@ -149,6 +149,11 @@ class Parallel:
             arguments.append(numbers)
         target = numbers if self.last_stage in self.stages else None
         self.schedule.step(*arguments, target=target)
+        for stage in self.stages.values():
+            if stage.changed:
+                raise UserError(
+                    f"micro-batches change {stage.changed}; let train.py change a buffer"
+                )
 
     def build_schedule(self, shapes: Shapes) -> Any:
         """Return a schedule that runs this rank's stages on tensors of these shapes."""

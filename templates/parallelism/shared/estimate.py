@@ -71,18 +71,11 @@ class MemoryTracker(FakeTensorMode):
         self.reset_peak()
 
     def reset_peak(self) -> None:
-        """Forget what has been measured."""
-        # The most bytes in use at once, and those of each storage then, by a weak reference.
+        """Forget the most bytes in use at once, and those of each storage at that time."""
         self.peak = 0
         self.sizes_at_peak = dict[ref[Any], int]()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; PyTorch calls this method for each of them."""
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -90,8 +83,8 @@ class MemoryTracker(FakeTensorMode):
         if has_fake_input and func.overloadpacket is torch.ops.aten._local_scalar_dense:
             # Python reads a number that is not there: False for a bool, and 1 for what may divide.
             return int(args[0].dtype != torch.bool)
-        # Operations on values stay real, and so does arange: a mesh reads its ranks from it. One on
-        # a DTensor passes, too. The mode is off inside, but its fake shards turn it on again.
+        # Operations on values stay real, as do those on a DTensor, whose shards have none. A mesh
+        # reads its ranks from arange.
         is_arange = func.overloadpacket is torch.ops.aten.arange
         if not has_fake_input and (inputs or is_arange):
             return func(*args, **kwargs)
@@ -109,8 +102,7 @@ class MemoryTracker(FakeTensorMode):
         for output in tree_leaves(outputs):
             if isinstance(output, FakeTensor) and output.device.type != "meta":
                 self.storages.add(output.untyped_storage())
-        # PyTorch keeps one Python object for a storage while a tensor uses it. All are measured
-        # again, because FSDP2 frees gathered weights by resizing their storages to 0 bytes.
+        # All are measured again: FSDP2 frees gathered weights by resizing their storages to 0.
         in_use = sum(storage.nbytes() for storage in self.storages)
         if in_use > self.peak:
             self.peak = in_use
@@ -138,10 +130,8 @@ def simulate(config: Config, world_size: int, rank: int) -> list[int]:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
 
         samples = [train_set[0]] * (config.data.global_batch_size // config.data.num_microbatches)
-        # The samples come from a file and have values. Tensors that are created here have none.
         batch = tree_map_only(Tensor, remove_values, collate_fn(samples))
-        # The first step creates the optimizer's state. To learn the shapes of results, DTensor runs
-        # each new operation once on whole tensors: those of the parameters' size must not count.
+        # In its first step, DTensor runs each operation on whole tensors, too: this must not count.
         for parameter in parallel.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

@@ -238,7 +238,6 @@ def load_state(
         dist.broadcast_object_list(entry, 0, process.cpu_group)
         if name in other_names:
             continue  # Other ranks have this one.
-        # A name that no rank has stays, so that PyTorch rejects it below.
         local_weights[name] = shard_like(entry[0], local_tensors.get(name))
         if optimizer is not None and name in parameters:
             parameter = parameters[name]

@@ -37,12 +37,17 @@ class Stage(nn.Module):
         self.is_last = is_last
         self.remaining_inputs: list[Any] = []
         self.outputs: Any = None
+        self.changed = ""  # A parameter that forward has changed, and with it only a copy.
 
     def forward(self, inputs: Any) -> Tensor:
         """Run one micro-batch, and return what the schedule sends to the next stage."""
         if self.remaining_inputs:
             inputs = self.remaining_inputs.pop(0)  # A schedule runs micro-batches in their order.
         outputs = self.blocks(inputs)
+        for name, parameter in self.blocks.named_parameters():
+            # A version counts writes, but those by which FSDP gathers the parameter.
+            if parameter._version > 0:
+                self.changed = name  # An error that is raised here would lose its type.
         if self.is_last:
             self.outputs = outputs
             return torch.zeros(1, dtype=torch.int64)  # Nobody reads this.
@@ -132,7 +137,6 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
         if not buffer.is_contiguous():
-            # Loading a checkpoint copies into a buffer, which fails if the buffer is expanded.
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
@@ -142,7 +146,6 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
-        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block
 

@@ -66,8 +66,8 @@ class Parallel:
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
-        # The gathered parameters that are trained, and those that the last backward has reached.
-        self.watched = dict[str, Tensor]()
+        # The parameters that forward sees, and those that the last backward has reached.
+        self.gathered = dict[str, Tensor]()
         self.reached = set[Tensor]()
         self.watch_parameters()
 
@@ -129,10 +129,11 @@ class Parallel:
             # FSDP averages the gradients of the groups, which have to add up.
             loss = mean_loss(self.module(inputs), targets) * self.dp_size
             self.scaler.scale(loss).backward()
+            self.check_unchanged()
             self.check_used()
 
     def watch_parameters(self) -> None:
-        """Let a backward add each trained parameter that it reaches to ``reached``."""
+        """Keep gathered parameters; a backward adds those that it reaches to ``reached``."""
         # The whole model comes last: its unshard() gathers only parameters outside of the blocks.
         for prefix, block in reversed(list(self.module.named_modules())):
             if not isinstance(block, FSDPModule):
@@ -140,16 +141,27 @@ class Parallel:
             # Hooks belong on gathered parameters. FSDP frees their memory, but keeps these objects.
             block.unshard()
             for name, parameter in cast(nn.Module, block).named_parameters(prefix):
-                if parameter.requires_grad and name not in self.watched:
-                    self.watched[name] = parameter
-                    parameter.register_post_accumulate_grad_hook(self.reached.add)
+                if name not in self.gathered:
+                    self.gathered[name] = parameter
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(self.reached.add)
             block.reshard()
+
+    def check_unchanged(self) -> None:
+        """Reject a forward that changes a parameter: it has changed a copy, which is freed."""
+        for name, parameter in self.gathered.items():
+            # A version counts writes, but those by which FSDP gathers the parameter.
+            if parameter._version > 0:
+                raise UserError(f"micro-batches change {name}; let train.py change a buffer")
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""
         # FSDP has concatenated the gradients that a rank has, and added the results up over the
         # ranks: where one rank lacked a gradient, those of different parameters were added.
-        unused = {name for name in self.watched if self.watched[name] not in self.reached}
+        unused = set[str]()
+        for name, parameter in self.gathered.items():
+            if parameter.requires_grad and parameter not in self.reached:
+                unused.add(name)
         if unused and not self.allow_unused:
             raise UserError(
                 f"the loss does not depend on {sorted(unused)[:5]} in each micro-batch; "
@@ -159,10 +171,7 @@ class Parallel:
             unused_by_rank = self.process.all_gather(unused)
             used_by_some = set.union(*unused_by_rank) - set.intersection(*unused_by_rank)
             if used_by_some:
-                raise UserError(
-                    f"only some ranks use {min(used_by_some)}; "
-                    "under this strategy, all have to, or none"
-                )
+                raise UserError(f"only some ranks use {min(used_by_some)}; all have to, or none")
 
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
@@ -219,13 +228,10 @@ class Parallel:
                 shard: Any = parameter
                 norms[self.dp_rank, name] = shard.to_local().norm().item()
         for other_norms in self.process.all_gather(norms):
-            for (dp_rank, name), other_norm in other_norms.items():
-                # Shards of other dp_ranks cannot be compared. The rank with the larger norm raises.
-                norm = norms.get((dp_rank, name), other_norm)
-                if norm > 1.0001 * other_norm:
-                    raise UserError(
-                        f"copies of {name} drift apart; plan it in plan.py, or set train.exact"
-                    )
+            # Ranks of another dp_rank have other shards. The rank with the larger norm raises.
+            for key in norms.keys() & other_norms.keys():
+                if norms[key] > 1.0001 * other_norms[key]:
+                    raise UserError(f"copies of {key[1]} drift apart; plan it, or set train.exact")
 
     def full_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return copies of all weights and optimizer state on rank 0's CPU; a collective."""
@@ -252,7 +258,6 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
     """Let a block recompute its activations in backward, and compile it, if the settings say so."""
     for name, buffer in block.named_buffers():
         if not buffer.is_contiguous():
-            # Loading a checkpoint copies into a buffer, which fails if the buffer is expanded.
             raise UserError(f"buffer {name} cannot be loaded; make it contiguous")
     if config.train.activation_checkpointing:
         if any("running_mean" in name for name, _ in block.named_buffers()):
@@ -262,6 +267,5 @@ def prepare_block(block: nn.Module, config: Config) -> nn.Module:
         # A wrapper module would do the same, but change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.train.compile:
-        # The compiled code includes the recomputation, which is a part of forward by now.
         block.compile()
     return block

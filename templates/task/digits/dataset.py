@@ -24,11 +24,10 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         with np.load(Path(__file__).with_name("digits.npz")) as arrays:
             images = arrays[f"{split}_images"]
             labels = arrays[f"{split}_labels"]
-        pixels = images.astype(np.float32) / 16  # Pixels in the file are integers from 0 to 16.
+        pixels = torch.from_numpy(images) / 16  # Pixels in the file are integers from 0 to 16.
         # A margin of zeros makes any crop of 8x8 pixels a shifted image.
-        margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))
-        self.images = torch.from_numpy(np.pad(pixels, margin))
-        self.labels = torch.from_numpy(labels.astype(np.int64))
+        self.images = torch.nn.functional.pad(pixels, [max_shift] * 4)
+        self.labels = torch.from_numpy(labels).long()
         self.max_shift = max_shift
 
     def __len__(self) -> int:

@@ -71,7 +71,6 @@ class Checkpointer:
                 return self.read(path)
             except UserError as error:
                 files.set_aside(path, str(error))
-        # A run whose checkpoints are all damaged must not start anew unnoticed.
         damaged = list(self.folder.glob("step-*.damaged"))
         if damaged:
             raise UserError(f"{damaged[0]} and all others are damaged; give another run.dir")
@@ -128,13 +127,12 @@ class Checkpointer:
         fixed_sections = {"content", "dataset", "model"}
         fixed_settings = {"run.seed", "data.global_batch_size"}
         # A file or run.dir may have moved, and a resumed run does not read the initial weights.
-        ignored = {*self.config.files(), "run.dir", "model.weights", "the content of model.weights"}
+        ignored = {*self.config.files(), "run.dir", "model.weights", "content of model.weights"}
         defaults = asdict(Config())
-        defaults["code"] = self.settings["code"]  # Code without digests is unchanged.
         changes = []
         for section, settings in self.settings.items():
             for key, value in settings.items():
-                name = {"content": f"the {key}", "code": key}.get(section, f"{section}.{key}")
+                name = key if section in ("content", "code") else f"{section}.{key}"
                 # An older checkpoint lacks newer settings, whose defaults held. JSON has no tuples.
                 default = defaults.get(section, {}).get(key)
                 saved_value = saved_settings.get(section, {}).get(key, default)

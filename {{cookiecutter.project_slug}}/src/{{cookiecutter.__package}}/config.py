@@ -167,7 +167,6 @@ class Config:
         for settings in vars(self).values():
             if hasattr(settings, "check"):
                 settings.check(self, world_size)
-        # Every local batch has an equal number of micro-batches.
         divisor = self.parallel.dp_size(world_size) * (self.data.micro_batch_size or 1)
         if trains and self.data.global_batch_size % divisor:
             raise UserError(

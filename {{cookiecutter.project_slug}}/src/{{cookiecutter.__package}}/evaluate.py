@@ -30,7 +30,6 @@ class Evaluator:
         self.batches = [
             batches[turn % len(batches)] for turn in range(parallel.dp_rank, end, parallel.dp_size)
         ]
-        # The key of a sample is (epoch, index).
         keys = [[(0, index) for index in batch.tolist()] for batch in self.batches]
         self.loader = build_loader(dataset, keys, config, parallel.device)
 
@@ -43,7 +42,9 @@ class Evaluator:
         for module in training_modules:
             module.training = True
         parts = process.all_gather(measured)
-        return self.aggregate(parts) if process.rank == 0 else {}
+        if process.rank != 0:
+            return {}
+        return self.aggregate(parts)
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#

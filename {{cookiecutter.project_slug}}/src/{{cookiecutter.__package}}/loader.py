@@ -76,7 +76,7 @@ class Loader(DataLoader[Any]):
     """A ``DataLoader`` whose processes ignore stop signals, so that their rank can save first."""
 
     def __iter__(self) -> Any:
-        if self.num_workers == 0:
+        if not self.num_workers:
             return super().__iter__()
         # Starting Python's resource tracker would unblock the signals, so it starts before.
         resource_tracker.ensure_running()
@@ -95,7 +95,7 @@ def build_loader(dataset: Any, batches: Any, config: Config, device: torch.devic
         "collate_fn": collate_fn,
         "pin_memory": device.type == "cuda",
     }
-    if config.data.num_workers > 0:
+    if config.data.num_workers:
         options |= {
             "num_workers": config.data.num_workers,
             "persistent_workers": True,

@@ -40,7 +40,7 @@ class Logger:
         self.run_dir = Path(config.run.dir)
         settings = asdict(config)
         write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
-        write_provenance(self.run_dir / "provenance.json", process, step, changes)
+        write_provenance(self.run_dir / "provenance.json", process, step)
         for record in restore_records(self.run_dir / "metrics.jsonl", step):
             if record.get("event") == "eval":
                 self.evaluations[record["step"]] = record
@@ -129,7 +129,7 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
     return records
 
 
-def write_provenance(path: Path, process: Process, step: int, changes: list[str]) -> None:
+def write_provenance(path: Path, process: Process, step: int) -> None:
     """Write where this start of the run came from; ``earlier`` has the starts before it."""
     earlier = []
     if path.exists():
@@ -146,7 +146,6 @@ def write_provenance(path: Path, process: Process, step: int, changes: list[str]
         "device": str(process.device),
         "world_size": process.world_size,
         "step": step,
-        "changes": changes,
         "earlier": earlier,
     }
     command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]

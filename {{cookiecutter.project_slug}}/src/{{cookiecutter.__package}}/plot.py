@@ -18,9 +18,8 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     panels = choose_panels(run_dirs)
     rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
-    axes = None
     for number, name in enumerate(sorted(panels), start=1):
-        axes = figure.add_subplot(rows, COLUMNS, number, sharex=axes, xlabel="step")
+        axes = figure.add_subplot(rows, COLUMNS, number, xlabel="step")
         axes.set_title(name)
         for (event, color, _), points in panels[name].items():
             steps, values = zip(*points, strict=True)
@@ -47,7 +46,6 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[str, Any]:
                 for entry, number in entries.items():
                     # Counts are integers, and null stands for what is not finite: neither is drawn.
                     if isinstance(number, float):
-                        # Matplotlib names the colors of its cycle C0, C1, ...
                         panels[name][record["event"], f"C{index}", entry].append(
                             (record["step"], number)
                         )

@@ -34,14 +34,12 @@ class Trainer:
         self.sampler = TrainSampler(len(train_set), self.parallel.microbatches, config)
         self.loader = build_loader(train_set, self.sampler, config, process.device)
         self.losses = MeanLosses(self.task, self.parallel, config.data.num_microbatches)
-        self.task_state = ""  # That of the last record: see log().
         self.evaluator = Evaluator(self.task, self.parallel, validation_set, config)
         # The schedule is as long as all epochs, so that a run that max_steps ended can resume.
         self.scheduled_steps = config.train.epochs * self.sampler.steps_per_epoch
         self.total_steps = min(self.scheduled_steps, config.train.max_steps or self.scheduled_steps)
         module = self.parallel.module
         self.optimizer = build_optimizer(module, config.optim)
-        # The number of steps that the run has taken, in all its starts.
         self.step, changes = self.checkpointer.restore(
             self.parallel, self.optimizer, [*map(len, datasets)]
         )
@@ -115,6 +113,8 @@ class Trainer:
         # The weight of the global batch is known only when all of its targets are prepared.
         self.losses.set_weight(microbatches)
         self.parallel.forward_backward(self.seeded("forward", microbatches), self.losses.mean_loss)
+        if not self.unlogged_steps:
+            self.state_after = self.summarize_state()
         self.check_gradients()
         set_learning_rate(self.optimizer, self.step, self.scheduled_steps, self.config.optim)
         # Under fp16, gradients are scaled until they are clipped; else this is optimizer.step().
@@ -124,7 +124,6 @@ class Trainer:
         scaler.step(self.optimizer)
         scaler.update()
         self.optimizer.zero_grad()
-        # The losses of each micro-batch, which mean_loss() has left.
         return [{**part, "grad_norm": grad_norm} for part in self.losses.parts]
 
     def seeded(self, purpose: str, microbatches: Iterable[Any]) -> Iterator[Any]:
@@ -165,12 +164,17 @@ class Trainer:
     def start_period(self) -> None:
         """Start to measure the steps that the next record is about."""
         self.unlogged_steps = list[StepLosses]()
+        self.state_before = self.summarize_state()
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
         """Record the mean losses since the last record, and the last norm; waits for the device."""
         steps = self.losses.average(self.unlogged_steps)
         self.check_finite(steps)
+        # With more ranks, each runs fewer micro-batches; and a resumed run builds a new task.
+        for name, summary in self.state_after.items():
+            if summary != self.state_before[name]:
+                raise UserError(f"micro-batches change {name}; let train.py change a buffer")
         # Under fp16, the norm of a step that the scaler skips is infinite, and so would be a mean.
         means = dict(steps[-1])
         for name in set(means) - {"grad_norm"}:
@@ -188,11 +192,17 @@ class Trainer:
             speed["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
         speed |= self.task.throughput(samples_per_second)
         self.logger.log(position, means, speed)
-        # What the first steps have set may stay. A resumed run would lose what goes on changing.
-        task_state = repr(vars(self.task))
-        if self.task_state not in ("", task_state):
-            raise UserError("Task changes in training; let buffers of the model hold its state")
-        self.task_state = task_state
+
+    def summarize_state(self) -> dict[str, Any]:
+        """Return what micro-batches must not change: the task, and sums of the weights' bits."""
+        state = dict[str, Any](Task=repr(vars(self.task)))
+        for name, value in self.parallel.module.state_dict().items():
+            # BatchNorm's statistics are averaged before a save. Forward gets copies of shards.
+            is_statistic = name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+            if type(value) is torch.Tensor and not is_statistic:
+                # A sum of integers is the same in any order, and compares NaN, too.
+                state[name] = value.flatten().view(torch.uint8).sum()
+        return state
 
     def check_finite(self, steps: list[dict[str, float]]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
@@ -219,11 +229,10 @@ class Trainer:
 
     def evaluate_if_missing(self) -> None:
         """Evaluate the step that a run resumes from, if it ended before it could do so."""
-        if self.step == 0 or not self.is_due(self.config.train.eval_every):
-            return
-        # Only rank 0 knows the records of earlier evaluations.
-        if not self.process.on_main(lambda: self.step in self.logger.evaluations):
-            self.evaluate()
+        if self.step and self.is_due(self.config.train.eval_every):
+            # Only rank 0 knows the records of earlier evaluations.
+            if not self.process.on_main(lambda: self.step in self.logger.evaluations):
+                self.evaluate()
 
     def evaluate(self) -> None:
         """Evaluate on the validation set."""
