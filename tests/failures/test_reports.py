@@ -1500,3 +1500,36 @@ def test_what_hangs_on_a_parameter_is_refused_under_shards(bake: Bake, paralleli
     edit(project, add(HEAD, f"        {ON_A_PARAMETER[hung]}\n"))
     assert "head.linear.weight has a hook or attribute" in refuse(project)
     assert not read_records(project / "run", "train")
+
+
+GROUPS = ("optim.py", "    for parameter in module.parameters():\n")
+
+
+def test_a_hook_on_a_shard_is_refused(bake: Bake) -> None:
+    project = bake(parallelism="fsdp")
+    edit(project, {GROUPS: f"{GROUPS[1]}        parameter.register_hook(lambda gradient: gradient * 2)\n"})
+    assert "has a hook or attribute" in refuse(project)
+
+
+def test_an_optimizer_draws_the_same_on_all_ranks(bake: Bake) -> None:
+    project = bake()
+    drawn = "parameter.data += 0.001 * torch.randn_like(parameter)"
+    hook = f"    optimizer = torch.optim.{OPTIMIZER[1]}\n    optimizer.register_step_post_hook(draw)\n"
+    hook += "    return optimizer\n"
+    hook += (
+        f'\n\ndef draw(optimizer, *_):\n    for parameter in optimizer.param_groups[0]["params"]:\n        {drawn}\n'
+    )
+    edit(project, {("optim.py", f"    return torch.optim.{OPTIMIZER[1]}\n"): hook})
+    for nproc in (1, 2):
+        words = ["--data.micro_batch_size", "8", "--run.dir", f"run{nproc}"]
+        launch(project, *SMALL, *words, nproc=nproc)
+    assert read_losses(project / "run1") == read_losses(project / "run2")
+
+
+def test_a_buffer_may_be_built_by_the_first_micro_batch(bake: Bake) -> None:
+    project = bake()
+    built = (
+        "        if not hasattr(self, 'scale'):\n            self.register_buffer('scale', features.new_ones(4)[::2])\n"
+    )
+    edit(project, {POOLED: built + POOLED[1]})
+    run_alone(project, *SMALL, "--run.dir", "run")

@@ -423,7 +423,7 @@ FAULTS = {
     ),
     "forward changes a buffer": Fault(
         SRC + "train.py",
-        "Trainer.summarize_state",
+        "Trainer.sum_bits",
         "type(value) is torch.Tensor",
         "value.requires_grad",
         REPORTS + "test_what_micro_batches_change_is_named_at_the_first_record[a buffer]",
@@ -467,7 +467,7 @@ FAULTS = {
     ),
     "a resumed run loses what a task keeps": Fault(
         SRC + "train.py",
-        "Trainer.summarize_state",
+        "Trainer.sum_bits",
         "repr(vars(self.task))",
         "repr(self.task)",
         REPORTS + "test_what_a_task_keeps_from_step_to_step_is_refused_at_the_first_record[changes0]",

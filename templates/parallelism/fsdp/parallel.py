@@ -114,8 +114,8 @@ class Parallel:
             # would take the memory of a whole model. Replicas add up shards once, after the last.
             self.fsdp.set_requires_all_reduce(is_last)
             loss = mean_loss(self.module(inputs), targets)
-            self.scaler.scale(loss).backward()
             self.check_unchanged()
+            self.scaler.scale(loss).backward()
             self.check_used()
             if self.exact and not is_last:
                 add_as_tree(self.module, number, self.partial_sums)
@@ -142,9 +142,9 @@ class Parallel:
     def check_unchanged(self) -> None:
         """Reject a forward that changes a parameter: it has changed a copy, which is freed."""
         for name, parameter in self.gathered.items():
-            # A version counts writes, but those by which FSDP gathers the parameter.
+            # A version counts writes in place. FSDP excludes those of its all-gathers.
             if parameter._version > 0:
-                raise UserError(f"micro-batches change {name}; let train.py change a buffer")
+                raise UserError(f"micro-batches change {name}; do so at the end of train_step")
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""

@@ -139,10 +139,9 @@ class Parallel:
             arguments.append(numbers)
         target = numbers if self.stage.is_last else None
         self.schedule.step(*arguments, target=target)
-        if self.stage.changed:
-            raise UserError(
-                f"micro-batches change {self.stage.changed}; let train.py change a buffer"
-            )
+        name = self.stage.changed_parameter
+        if name:
+            raise UserError(f"micro-batches change {name}; do so at the end of train_step")
 
     def build_schedule(self, shapes: Shapes) -> Any:
         """Return a schedule that runs this rank's stage on tensors of these shapes."""
@@ -170,7 +169,7 @@ class Parallel:
     def predict(self, inputs: Any) -> Any:
         """Return this rank's outputs, or None if another rank has them; a collective."""
         features = inputs
-        if self.stage_index > 0:
+        if self.stage_index:
             shapes = self.outline.trace(inputs)
             features = torch.empty_like(shapes[self.stage_index], device=self.device)
             dist.recv(features, group=self.pipeline_group, group_src=self.stage_index - 1)

@@ -150,10 +150,9 @@ class Parallel:
         target = numbers if self.last_stage in self.stages else None
         self.schedule.step(*arguments, target=target)
         for stage in self.stages.values():
-            if stage.changed:
-                raise UserError(
-                    f"micro-batches change {stage.changed}; let train.py change a buffer"
-                )
+            name = stage.changed_parameter
+            if name:
+                raise UserError(f"micro-batches change {name}; do so at the end of train_step")
 
     def build_schedule(self, shapes: Shapes) -> Any:
         """Return a schedule that runs this rank's stages on tensors of these shapes."""

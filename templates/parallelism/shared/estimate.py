@@ -44,7 +44,7 @@ def estimate(config: Config, world_size: int, memory: float | None) -> None:
             print(f"rank {rank:<4}", *(f"{size:11.4g}" for size in sizes_in_gib), flush=True)
             largest_peak = max(largest_peak, sizes_in_gib[-1])
     verdict = ""
-    if memory is not None:
+    if memory:
         fits = "fit" if largest_peak <= memory else "do not fit"
         verdict = f" {fits} into {memory:g}"
     caveat = "not counted: CUDA, NCCL, fragmentation. The peak may come before all gradients exist."

@@ -101,6 +101,7 @@ class Checkpointer(checkpoint.Checkpointer):
                 weights = model.state_dict()
             if self.config.model.weights is None:
                 parallel.load_full_state_dict(weights, None, {})
+        refuse_hooks(parallel.module)  # The optimizer's builder may have added some.
         trains = any(group["params"] for group in optimizer.param_groups)
         if True not in self.process.all_gather(trains):  # Some ranks may train nothing.
             raise UserError("all parameters are frozen; leave some for the loss to change")
@@ -166,7 +167,7 @@ def refuse_hooks(model: nn.Module) -> None:
     """Reject what hangs on a parameter, and would not hang on its shards."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            attributes = [word for word in vars(parameter) if word[0] != "_"]
+            attributes = {word for word in vars(parameter) if word[0] != "_"} - {"is_in_a_block"}
             for register in (
                 parameter.register_hook,
                 parameter.register_post_accumulate_grad_hook,

@@ -37,7 +37,7 @@ class Stage(nn.Module):
         self.is_last = is_last
         self.remaining_inputs: list[Any] = []
         self.outputs: Any = None
-        self.changed = ""  # A parameter that forward has changed, and with it only a copy.
+        self.changed_parameter = ""  # The name of one that forward changes, if there is any.
 
     def forward(self, inputs: Any) -> Tensor:
         """Run one micro-batch, and return what the schedule sends to the next stage."""
@@ -45,9 +45,9 @@ class Stage(nn.Module):
             inputs = self.remaining_inputs.pop(0)  # A schedule runs micro-batches in their order.
         outputs = self.blocks(inputs)
         for name, parameter in self.blocks.named_parameters():
-            # A version counts writes, but those by which FSDP gathers the parameter.
+            # A version counts writes in place. FSDP excludes those of its all-gathers.
             if parameter._version > 0:
-                self.changed = name  # An error that is raised here would lose its type.
+                self.changed_parameter = name  # A schedule would wrap an error in a RuntimeError.
         if self.is_last:
             self.outputs = outputs
             return torch.zeros(1, dtype=torch.int64)  # Nobody reads this.

@@ -128,8 +128,8 @@ class Parallel:
             self.fsdp.set_requires_all_reduce(number == len(self.microbatches))
             # FSDP averages the gradients of the groups, which have to add up.
             loss = mean_loss(self.module(inputs), targets) * self.dp_size
-            self.scaler.scale(loss).backward()
             self.check_unchanged()
+            self.scaler.scale(loss).backward()
             self.check_used()
 
     def watch_parameters(self) -> None:
@@ -150,9 +150,9 @@ class Parallel:
     def check_unchanged(self) -> None:
         """Reject a forward that changes a parameter: it has changed a copy, which is freed."""
         for name, parameter in self.gathered.items():
-            # A version counts writes, but those by which FSDP gathers the parameter.
+            # A version counts writes in place. FSDP excludes those of its all-gathers.
             if parameter._version > 0:
-                raise UserError(f"micro-batches change {name}; let train.py change a buffer")
+                raise UserError(f"micro-batches change {name}; do so at the end of train_step")
 
     def check_used(self) -> None:
         """Reject a micro-batch without a gradient of a parameter that other ranks may have."""

@@ -134,8 +134,9 @@ class Checkpointer:
             for key, value in settings.items():
                 name = key if section in ("content", "code") else f"{section}.{key}"
                 # An older checkpoint lacks newer settings, whose defaults held. JSON has no tuples.
-                default = defaults.get(section, {}).get(key)
-                saved_value = saved_settings.get(section, {}).get(key, default)
+                saved_value = saved_settings.get(section, {}).get(
+                    key, defaults.get(section, {}).get(key)
+                )
                 if json.dumps(value) == json.dumps(saved_value) or name in ignored:
                     continue
                 if section in fixed_sections or name in fixed_settings:

@@ -145,7 +145,7 @@ class Config:
         for section, settings in vars(self).items():
             for setting in fields(settings):
                 path = getattr(settings, setting.name)
-                if "file" in setting.metadata and path is not None:
+                if "file" in setting.metadata and path:
                     paths[f"{section}.{setting.name}"] = path
         return paths
 

@@ -47,9 +47,7 @@ class Process:
         """Read or write files on rank 0; all ranks get the result, by JSON, or an error."""
         self.num_calls += 1
         answer = ""
-        pending = None
-        if self.rank == 0:
-            pending = ThreadPoolExecutor(1).submit(answer_with, action)
+        pending = ThreadPoolExecutor(1).submit(answer_with, action) if self.rank == 0 else None
         # Large files take long: rank 0 sets a key each second, empty until it has the answer.
         for second in range(FILE_SECONDS):
             key = f"main{self.num_calls}/{second}"
@@ -179,9 +177,7 @@ def choose_algorithms(exact: bool) -> None:
 
 def cleanup(process: Process, stopped: bool = False) -> None:
     """Leave the process group, and end the process: exit code 0, or 130 or 143 after a stop."""
-    code = 0
-    if stopped:
-        code = int(process.store.get("stop"))
+    code = int(process.store.get("stop")) if stopped else 0
     dist.barrier(group=process.cpu_group)  # Rank 0 may hold the store, which others still read.
     dist.destroy_process_group()
     gc.collect()  # Loader processes end when nothing refers to their loader.

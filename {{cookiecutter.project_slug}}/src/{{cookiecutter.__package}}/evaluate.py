@@ -42,9 +42,7 @@ class Evaluator:
         for module in training_modules:
             module.training = True
         parts = process.all_gather(measured)
-        if process.rank != 0:
-            return {}
-        return self.aggregate(parts)
+        return self.aggregate(parts) if process.rank == 0 else {}
 
     #:: if fact("loop") ::#
     #:: filter indent(4, true) ::#

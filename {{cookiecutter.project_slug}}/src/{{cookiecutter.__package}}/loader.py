@@ -48,8 +48,7 @@ class TrainSampler(Sampler[list[Key]]):
 
     def __iter__(self) -> Iterator[list[Key]]:
         # The order is a function of seed and epoch: a resumed run slices it, and replays nothing.
-        order_seed = derive_seed(self.seed, "order", self.epoch)
-        generator = torch.Generator().manual_seed(order_seed)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
         order = torch.randperm(self.length, generator=generator)
         end = self.steps_per_epoch * self.global_batch_size
         # The micro-batch of a number has the same samples on any number of ranks.

@@ -114,9 +114,11 @@ class Trainer:
         self.losses.set_weight(microbatches)
         self.parallel.forward_backward(self.seeded("forward", microbatches), self.losses.mean_loss)
         if not self.unlogged_steps:
-            self.state_after = self.summarize_state()
+            self.state_after = self.sum_bits()
         self.check_gradients()
         set_learning_rate(self.optimizer, self.step, self.scheduled_steps, self.config.optim)
+        # An optimizer that draws, such as SGLD, has to draw the same numbers on all ranks.
+        torch.manual_seed(self.step)
         # Under fp16, gradients are scaled until they are clipped; else this is optimizer.step().
         scaler = self.parallel.scaler
         scaler.unscale_(self.optimizer)
@@ -129,8 +131,9 @@ class Trainer:
     def seeded(self, purpose: str, microbatches: Iterable[Any]) -> Iterator[Any]:
         """Yield micro-batches, and seed random numbers by the number of each, not by the rank."""
         for number, microbatch in zip(self.parallel.microbatches, microbatches, strict=True):
-            seed = derive_seed(self.config.run.seed, purpose, self.step, number)
-            seed_everything(seed, self.process.device)
+            seed_everything(
+                derive_seed(self.config.run.seed, purpose, self.step, number), self.process.device
+            )
             yield microbatch
 
     def batches(self) -> Iterator[Any]:
@@ -164,7 +167,7 @@ class Trainer:
     def start_period(self) -> None:
         """Start to measure the steps that the next record is about."""
         self.unlogged_steps = list[StepLosses]()
-        self.state_before = self.summarize_state()
+        self.state_before = self.sum_bits()
         self.period_start = time.perf_counter()
 
     def log(self) -> None:
@@ -172,9 +175,9 @@ class Trainer:
         steps = self.losses.average(self.unlogged_steps)
         self.check_finite(steps)
         # With more ranks, each runs fewer micro-batches; and a resumed run builds a new task.
-        for name, summary in self.state_after.items():
-            if summary != self.state_before[name]:
-                raise UserError(f"micro-batches change {name}; let train.py change a buffer")
+        for name, total in self.state_after.items():
+            if total != self.state_before.get(name, total):
+                raise UserError(f"micro-batches change {name}; do so at the end of train_step")
         # Under fp16, the norm of a step that the scaler skips is infinite, and so would be a mean.
         means = dict(steps[-1])
         for name in set(means) - {"grad_norm"}:
@@ -193,16 +196,19 @@ class Trainer:
         speed |= self.task.throughput(samples_per_second)
         self.logger.log(position, means, speed)
 
-    def summarize_state(self) -> dict[str, Any]:
-        """Return what micro-batches must not change: the task, and sums of the weights' bits."""
-        state = dict[str, Any](Task=repr(vars(self.task)))
+    def sum_bits(self) -> Any:
+        """Return what micro-batches must not change: the task, and sums of the bits of weights."""
+        sums: Any = {"Task": repr(vars(self.task))}
         for name, value in self.parallel.module.state_dict().items():
-            # BatchNorm's statistics are averaged before a save. Forward gets copies of shards.
-            is_statistic = name.endswith(("running_mean", "running_var", "num_batches_tracked"))
-            if type(value) is torch.Tensor and not is_statistic:
-                # A sum of integers is the same in any order, and compares NaN, too.
-                state[name] = value.flatten().view(torch.uint8).sum()
-        return state
+            # BatchNorm's statistics are averaged before a save. DTensors are skipped: forward has
+            # gathered copies, which parallel.py checks.
+            if type(value) is torch.Tensor and not name.endswith(
+                ("running_mean", "running_var", "num_batches_tracked")
+            ):
+                # A sum of another type would take memory for all numbers in that type.
+                integer = getattr(torch, f"int{8 * value.itemsize}")
+                sums[name] = value.view(integer).sum(dtype=integer)
+        return sums
 
     def check_finite(self, steps: list[dict[str, float]]) -> None:
         """Reject a loss or a gradient norm that is not finite."""
