@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -228,3 +229,21 @@ def test_variables_are_in_the_library_or_gone(tmp_path: Path) -> None:
     assert len(new) > 15 and len(old) > 6
     lines = ("Bootstrap: Using ", "NET/IB : Using", "via P2P", "via SHM", "GDRDMA")
     assert all(line in text and line.strip().encode() in library for line in lines)
+
+
+@pytest.mark.weekly
+def test_a_run_looks_as_the_page_says(bake: Bake) -> None:
+    page, project = DOCS / "look.md", bake()
+    (project / ".venv").symlink_to(BIN.parent)
+    (project.parent / "ddp-template").symlink_to(TEMPLATE)
+    (change,), (commands,) = blocks(page, "diff"), blocks(page, "sh")
+    subprocess.run(("patch", "-p1", "--fuzz=0"), cwd=project, input=change, text=True, check=True)
+    printed = run("bash", "-ec", commands, cwd=project).stdout
+    wrong = re.findall(r"(\d+) of (\d+)(?: \w+)? images (?:are|is)", page.read_text().replace("\n", " "))
+    assert wrong == re.findall(r"^(\d+) of (\d+) are wrong$", printed, re.MULTILINE) and len(wrong) == 2
+    for name, drawn in (("curves", "curves"), ("confusion", "first")):
+        texts = [
+            re.findall("<!-- (.*?) -->", path.read_text()) for path in (DOCS / f"{name}.svg", project / f"{drawn}.svg")
+        ]
+        words = [[text for text in each if re.fullmatch(r"[a-z_/]+|\d", text)] for each in texts]
+        assert words[0] == words[1] and "<svg" in (DOCS / f"{name}.svg").read_text()
