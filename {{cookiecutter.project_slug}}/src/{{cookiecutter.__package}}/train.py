@@ -112,7 +112,14 @@ class Trainer:
     #:: endif ::#
         # The weight of the global batch is known only when all of its targets are prepared.
         self.losses.set_weight(microbatches)
+        #:: if fact("loop") ::#
+        if not self.unlogged_steps:
+            # Earlier updates of this step have changed the weights.
+            self.state_before = self.sum_bits()
+        self.parallel.forward_backward(self.seeded(purpose, microbatches), self.losses.mean_loss)
+        #:: else ::#
         self.parallel.forward_backward(self.seeded("forward", microbatches), self.losses.mean_loss)
+        #:: endif ::#
         if not self.unlogged_steps:
             self.state_after = self.sum_bits()
         self.check_gradients()
