@@ -1502,12 +1502,12 @@ def test_what_hangs_on_a_parameter_is_refused_under_shards(bake: Bake, paralleli
     assert not read_records(project / "run", "train")
 
 
-GROUPS = ("optim.py", "    for parameter in module.parameters():\n")
+EACH = ("optim.py", "    for parameter in module.parameters():\n")
 
 
 def test_a_hook_on_a_shard_is_refused(bake: Bake) -> None:
     project = bake(parallelism="fsdp")
-    edit(project, {GROUPS: f"{GROUPS[1]}        parameter.register_hook(lambda gradient: gradient * 2)\n"})
+    edit(project, {EACH: f"{EACH[1]}        parameter.register_hook(lambda gradient: gradient * 2)\n"})
     assert "has a hook or attribute" in refuse(project)
 
 
