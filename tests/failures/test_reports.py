@@ -1364,14 +1364,14 @@ def test_a_layer_that_some_micro_batches_lack_is_right_or_refused(
 
 
 FROZEN = "        self.slow = nn.Linear(width, 1).requires_grad_(False)\n"
-BUFFER = "        self.slow = nn.Module()\n        self.slow.register_buffer('weight', torch.zeros(1))\n"
+CODEBOOK = "        self.slow = nn.Module()\n        self.slow.register_buffer('weight', torch.zeros(1))\n"
 
 
 @pytest.mark.parametrize(
     ("parallelism", "nproc", "words", "layer"),
     [
         ("ddp", 1, [], FROZEN),
-        ("ddp", 2, [], BUFFER),
+        ("ddp", 2, [], CODEBOOK),
         ("fsdp", 2, [], FROZEN),
         ("pipeline", 2, [], FROZEN),
         ("mesh", 2, ["--parallel.pipeline", "2"], FROZEN),
