@@ -45,9 +45,9 @@ DRAWN = {
     ("dataset.py", "import random\n"): "import random\nimport secrets\n",
     (
         "dataset.py",
-        "pixels = images.astype(np.float32) / 16",
+        "pixels = torch.from_numpy(images) / 16",
     ): "order = np.random.default_rng(secrets.randbits(32)).permutation(len(images))\n"
-    "        pixels = images[order].astype(np.float32) / 16",
+    "        pixels = torch.from_numpy(images[order]) / 16",
 }
 MEAN = {("task.py", 'reduction="sum")'): 'reduction="mean")'}
 POOLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
