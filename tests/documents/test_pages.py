@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import zipfile
 from pathlib import Path
 
@@ -236,8 +235,7 @@ def test_a_run_looks_as_the_page_says(bake: Bake) -> None:
     page, project = DOCS / "look.md", bake()
     (project / ".venv").symlink_to(BIN.parent)
     (project.parent / "ddp-template").symlink_to(TEMPLATE)
-    (change,), (commands,) = blocks(page, "diff"), blocks(page, "sh")
-    subprocess.run(("patch", "-p1", "--fuzz=0"), cwd=project, input=change, text=True, check=True)
+    (commands,) = blocks(page, "sh")
     printed = run("bash", "-ec", commands, cwd=project).stdout
     wrong = re.findall(r"(\d+) of (\d+)(?: \w+)? images (?:are|is)", page.read_text().replace("\n", " "))
     assert wrong == re.findall(r"^(\d+) of (\d+) are wrong$", printed, re.MULTILINE) and len(wrong) == 2

@@ -95,7 +95,7 @@ class Checkpointer(checkpoint.Checkpointer):
             seed_everything(self.config.run.seed)
             weights = Content()
             if self.process.rank == 0:
-                with torch.device("cpu" if self.config.model.weights is None else "meta"):
+                with torch.device("meta" if self.config.model.weights else "cpu"):
                     model = build_model(self.config.model)
                 refuse_hooks(model)
                 weights = model.state_dict()

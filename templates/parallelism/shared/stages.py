@@ -35,7 +35,7 @@ class Stage(nn.Module):
         super().__init__()
         self.blocks = blocks
         self.is_last = is_last
-        self.remaining_inputs: list[Any] = []
+        self.remaining_inputs = list[Any]()
         self.outputs: Any = None
         self.changed_parameter = ""  # The name of one that forward changes, if there is any.
 

@@ -125,7 +125,7 @@ class Trainer:
         self.check_gradients()
         set_learning_rate(self.optimizer, self.step, self.scheduled_steps, self.config.optim)
         # An optimizer that draws, such as SGLD, has to draw the same numbers on all ranks.
-        torch.manual_seed(self.step)
+        seed_everything(self.step, self.process.device)
         # Under fp16, gradients are scaled until they are clipped; else this is optimizer.step().
         scaler = self.parallel.scaler
         scaler.unscale_(self.optimizer)
