@@ -1462,12 +1462,23 @@ def test_weights_beside_which_a_module_keeps_anything_are_exported(bake: Bake) -
 
 
 COUNTER = {("task.py", '        return {"loss": F'): '        self.calls += 1\n        return {"loss": F'}
+TEACHER_CENTER = {
+    ("task.py", '        return {"loss": F'): '        self.teacher.calls.add_(1)\n        return {"loss": F'
+}
 CENTER = {("task.py", '        return {"loss": F'): '        self.calls.add_(1)\n        return {"loss": F'}
 
 
 @pytest.mark.parametrize(
     "changes",
-    [COUNTER | add(TASK, "        self.calls = 0\n"), CENTER | add(TASK, "        self.calls = torch.zeros(9)\n")],
+    [
+        COUNTER | add(TASK, "        self.calls = 0\n"),
+        CENTER | add(TASK, "        self.calls = torch.zeros(9)\n"),
+        TEACHER_CENTER
+        | add(
+            TASK,
+            "        self.teacher = torch.nn.Module()\n        self.teacher.register_buffer('calls', torch.zeros(9))\n",
+        ),
+    ],
 )
 def test_what_a_task_keeps_from_step_to_step_is_refused_at_the_first_record(bake: Bake, changes: Changes) -> None:
     project = bake()

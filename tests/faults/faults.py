@@ -472,6 +472,13 @@ FAULTS = {
         "repr(self.task)",
         REPORTS + "test_what_a_task_keeps_from_step_to_step_is_refused_at_the_first_record[changes0]",
     ),
+    "a module of the task changes": Fault(
+        SRC + "experiment.py",
+        "build_task",
+        "isinstance(member, nn.Module)",
+        "isinstance(member, nn.Sequential)",
+        REPORTS + "test_what_a_task_keeps_from_step_to_step_is_refused_at_the_first_record[changes2]",
+    ),
     "the best checkpoint is removed with its record": Fault(
         SRC + "checkpoint.py",
         "Checkpointer.prune",

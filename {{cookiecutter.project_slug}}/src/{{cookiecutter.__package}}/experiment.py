@@ -15,7 +15,7 @@ from .parallel import Parallel
 from .task import Task
 
 
-def build_experiment(config: Config, process: Process) -> tuple[Task, Parallel, Any]:
+def build_experiment(config: Config, process: Process) -> tuple[Any, Parallel, Any]:
     """Build the task, the model, and the sets for training, validation and test."""
     # A random split of the data is the same on all ranks, and in every command.
     seed_everything(config.run.seed)
@@ -38,16 +38,17 @@ def check_datasets(datasets: Any, process: Process) -> None:
         )
 
 
-def build_task(config: Config, device: torch.device) -> Task:
-    """Build the task on ``device``, with its modules frozen."""
-    task = Task(config, device)
-    for member in tree_leaves(vars(task)):
-        if isinstance(member, nn.Module):
-            # A task's module, such as a teacher, is not trained: the optimizer never sees it.
-            member.to(device).eval().requires_grad_(False)
+def build_task(config: Config, device: torch.device) -> Any:
+    """Build the task on ``device``, with its modules frozen, and listed as ``modules``."""
+    task: Any = Task(config, device)
+    members = tree_leaves(vars(task))
+    modules = nn.ModuleList(member for member in members if isinstance(member, nn.Module))
+    # A task's modules, such as a teacher, are not trained: the optimizer never sees them.
+    modules.to(device).eval().requires_grad_(False)
+    task.modules = modules
     if config.train.compile:
         # A loss that is not compiled keeps a copy of the logits in fp32 for backward.
-        setattr(task, "losses", torch.compile(task.losses))  # noqa: B010 (mypy: a method)
+        task.losses = torch.compile(task.losses)
     return task
 
 
@@ -69,7 +70,6 @@ def apply_saved_settings(config: Config, saved: Any, given: set[str]) -> None:
         for name, saved_value in saved.get(section, {}).items():
             decides_on_results = section in ("model", "dataset") or name in ("seed", "precision")
             # A checkpoint of an older version of the project may have settings that are gone.
-            if not decides_on_results or not hasattr(settings, name):
-                continue
-            if section not in given and f"{section}.{name}" not in given:
-                setattr(settings, name, saved_value)
+            if decides_on_results and hasattr(settings, name):
+                if not given & {section, f"{section}.{name}"}:
+                    setattr(settings, name, saved_value)

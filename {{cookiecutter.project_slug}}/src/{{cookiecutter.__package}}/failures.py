@@ -1,6 +1,7 @@
 """Failures: which rank failed or is silent, and which rank prints it."""
 
 import math
+import re
 import signal
 import sys
 import time
@@ -17,25 +18,23 @@ from .distributed import STOP_SIGNALS, Process, exit_now
 # Gloo raises plain RuntimeErrors. Almost all of them name the line of gloo's source that failed.
 GLOO_PHRASES = ("/gloo/", "Application timeout caused pair closure")
 # PyTorch's errors with these words are mistakes of the user's, which need no traceback.
-MISTAKE_PHRASES = (
-    "state_dict for",  # model.weights are those of another model.
-    "a deterministic",  # train.exact is set, but an operation is never deterministic.
-    "that requires a grad",  # All parameters are frozen.
-    "not require grad",  # The loss depends on no parameter that is trained.
-    "non-contiguous parameters",  # A parameter with strides of its own cannot be sharded.
-    "uneven sharding on dim",  # A parameter's width does not divide into as many shards.
-    "have NCCL",  # This build of PyTorch has no such backend.
-    "no GPUs found",  # NCCL needs one.
-    "sparse tensors",  # Only dense tensors are averaged.
-    "sparse gradient",
-    "from the 'Sparse",
-    "'closure'",  # An optimizer, such as LBFGS, wants to call the model itself.
-    "require placement changes",  # An optimizer, such as Adafactor, cannot update shards.
-    "distribute leaf tensors",  # A layer computes its weight, as under weight_norm.
-    "non-empty tensor",  # A parameter without numbers cannot be sharded.
-    " pickle ",  # Loader processes need a copy of the dataset.
-    "in fsum",  # Losses of a step are inf and -inf, and their sum is neither.
-    "has no len()",  # An IterableDataset has no samples to share among ranks.
+MISTAKES = re.compile(
+    "state_dict for"  # model.weights are those of another model.
+    "|a deterministic"  # train.exact is set, but an operation is never deterministic.
+    "|that requires a grad"  # All parameters are frozen.
+    "|not require grad"  # The loss depends on no parameter that is trained.
+    "|non-contiguous parameters"  # A parameter with strides of its own cannot be sharded.
+    "|uneven sharding on dim"  # A parameter's width does not divide into as many shards.
+    "|have NCCL|no GPUs found"  # NCCL needs a build of PyTorch with it, and a GPU.
+    "|sparse (tensors|gradient)"  # Only dense tensors are averaged.
+    "|from the 'Sparse"
+    "|'closure'"  # An optimizer, such as LBFGS, wants to call the model itself.
+    "|require placement changes"  # An optimizer, such as Adafactor, cannot update shards.
+    "|distribute leaf tensors"  # A layer computes its weight, as under weight_norm.
+    "|non-empty tensor"  # A parameter without numbers cannot be sharded.
+    "| pickle "  # Loader processes need a copy of the dataset.
+    "|in fsum"  # Losses of a step are inf and -inf, and their sum is neither.
+    "|has no len"  # An IterableDataset has no samples to share among ranks.
 )
 REPORT_SECONDS = 3.0  # Ranks whose wait times out do so within this time of each other.
 
@@ -46,7 +45,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     error = find_dead_loader(error, process)
     message = str(error)
-    if "Traceback" not in message and any(phrase in message for phrase in MISTAKE_PHRASES):
+    if "Traceback" not in message and MISTAKES.search(message):
         error = UserError(message)
     waited = is_about_another_rank(error)
     report = report_silent_ranks if waited else report_failure

@@ -200,13 +200,13 @@ class Trainer:
         }
         if self.process.device.type == "cuda":
             speed["peak_memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
-        speed |= self.task.throughput(samples_per_second)
-        self.logger.log(position, means, speed)
+        self.logger.log(position, means, speed, self.task.throughput(samples_per_second))
 
     def sum_bits(self) -> Any:
         """Return what micro-batches must not change: the task, and sums of the bits of weights."""
         sums: Any = {"Task": repr(vars(self.task))}
-        for name, value in self.parallel.module.state_dict().items():
+        weights = self.parallel.module.state_dict()
+        for name, value in (weights | self.task.modules.state_dict(prefix="Task.")).items():
             # BatchNorm's statistics are averaged before a save. DTensors are skipped: forward has
             # gathered copies, which parallel.py checks.
             if type(value) is torch.Tensor and not name.endswith(
