@@ -1,4 +1,4 @@
-"""Pages of docs/: their names of the template and of NCCL exist; costs are those of costs.py and `estimate`."""
+"""Pages of docs/: their names of the template and of NCCL exist; costs are those of costs.py and `rehearse`."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def test_bytes_are_those_of_the_formulas_and_stale_gradients_diverge(tmp_path: P
 
 @pytest.mark.weekly
 @pytest.mark.parametrize(("parallelism", "ranks"), sorted({row[:2] for row in MEMORY} | {("fsdp", "8")}))
-def test_memory_is_what_estimate_prints(bake: Bake, parallelism: str, ranks: str) -> None:
+def test_memory_is_what_a_rehearsal_prints(bake: Bake, parallelism: str, ranks: str) -> None:
     project = bake(parallelism=parallelism, task="language")
-    command = re.findall(r"^scripts/launch.sh (estimate .*)$", COSTS, re.MULTILINE)[0].replace("4", ranks, 1)
-    printed = re.sub(" {3,}", "   ", launch(project, *command.split()).stdout)
+    command = re.findall(r"^scripts/launch.sh (rehearse .*)$", COSTS, re.MULTILINE)[0].replace("4", ranks, 1)
+    printed = re.sub(" {2,}", "  ", launch(project, *command.split()).stdout)
     rows = [(rank or "0", numbers) for *row, rank, numbers in MEMORY if row == [parallelism, ranks]]
     if ranks == "8":
         rows = [("0", re.findall(r"^0.09528 / 8 = (\S+), which", COSTS, re.MULTILINE)[0])]
     assert rows
     for rank, numbers in rows:
-        assert f"rank {rank}   " + "   ".join(numbers.split(" | ")) in printed
+        assert f"rank {rank}  " + "  ".join(numbers.split(" | ")) in printed
 
 
 def test_a_ring_ends_with_all_sums() -> None:

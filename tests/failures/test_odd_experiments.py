@@ -184,6 +184,9 @@ def test_an_odd_experiment_is_right_or_refused(bake: Bake, expected: Any, name: 
     loss, weights = differences(result(project / "straight"), expected(name))
     print("DEVIATION", name, strategy, loss, weights)
     assert loss < 1e-5 and weights < 1e-4
+    if (project / "scripts" / "rehearse.py").exists():
+        rehearsed = run("scripts/launch.sh", "rehearse", "--ranks", str(nproc), *words[1:], cwd=project).stdout
+        assert "messages match" in rehearsed
     for steps in (STEPS // 2, STEPS):
         launch(project, *words, "--run.dir", "run", "--train.max_steps", str(steps), nproc=nproc)
     assert read_losses(project / "run") == read_losses(project / "straight")

@@ -429,19 +429,6 @@ def test_no_stage_keeps_the_outputs_of_an_evaluation(bake: Bake, parallelism: st
     train(project, "--parallel.pipeline", "2")
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", *weekly("mesh", "pipeline", "tensor")])
-def test_an_estimate_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: str) -> None:
-    project, weights = bake(parallelism=parallelism, task="language"), []
-    sizes = ["--parallel.pipeline", "2", "--parallel.tensor", "2"] if parallelism == "mesh" else []
-    for ranks in (1, 2):
-        words = ("estimate", "--ranks", str(4 * ranks if sizes else ranks), "--memory", "1", *sizes)
-        out = run_alone(project, *words).stdout
-        assert "fit into 1; not counted" in out
-        rows = [line.split() for line in out.splitlines() if line.startswith("rank")]
-        weights.append(min(float(row[2]) for row in rows))
-    assert weights[1] < 0.75 * weights[0]
-
-
 def test_a_stop_waits_for_no_record(bake: Bake) -> None:
     project = bake()
     rare = [word for name in ("max_steps", "log_every", "eval_every") for word in (f"--train.{name}", "20000")]

@@ -50,8 +50,7 @@ def measure(files: list[File]) -> dict[str, float]:
     """Return the sizes and the densities of one project."""
     code = {file.path: size_of(file) for file in files if file.path.endswith(".py")}
     source = [size for path, size in code.items() if path.startswith("src/")]
-    # Only private interfaces run a step without values: what does so has a cap of its own.
-    interfaces = [code[path].private for path in code if re.fullmatch(r"src/.*(?<!/estimate)\.py", path)]
+    interfaces = [code[path].private for path in code if path.startswith("src/")]
     (readme,) = [file.text for file in files if file.path == "README.md"]
     sizes = {
         "tokens of src": sum(size.tokens for size in source),

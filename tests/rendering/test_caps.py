@@ -85,6 +85,6 @@ def test_private_interfaces_are_found(code: str, names: set[str]) -> None:
     assert set(private_names(ast.parse(code), code)) == names
 
 
-def test_an_estimate_uses_at_most_five_private_interfaces() -> None:
-    code = (TEMPLATE / "templates/parallelism/shared/estimate.py").read_text()
-    assert 0 < len({*private_names(ast.parse(code), code)}) <= 5
+def test_a_rehearsal_has_at_most_250_lines_and_five_private_interfaces() -> None:
+    code = (TEMPLATE / "templates/parallelism/shared/rehearse.py").read_text()
+    assert len(code.splitlines()) <= 250 and 0 < len({*private_names(ast.parse(code), code)}) <= 5

@@ -43,6 +43,7 @@ COMMON = {
     ("distributed.py", "parallelism"),  # and counts the devices of a rank.
     ("doctor.py", "cluster"),
     ("files.py", "parallelism"),  # Reads weights that other programs saved.
+    ("rehearse.py", "parallelism"),  # Numbers the ranks of every strategy that shards.
 }
 
 

@@ -2,7 +2,7 @@
 
 # These commands start no ranks.
 case " $* " in
-    *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " estimate "*)
+    *" --help "* | *" -h "* | *" --print_config"* | " export "* | " plot "* | " rehearse "* | " estimate "*)
         exec "$python" -m {{ cookiecutter.__package }} "$@"
         ;;
 esac

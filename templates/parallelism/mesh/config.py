@@ -25,6 +25,12 @@ class ParallelConfig:
                 f"model.heads is {heads}, "
                 f"which does not divide into {self.tensor} shards: give a multiple"
             )
+        # Where plan.py shards the rows of layers, as by heads, FSDP shards their columns, evenly.
+        shards = self.dp_size(world_size) // self.replicas
+        if hasattr(config.model, "heads") and self.tensor > 1 and config.model.width % shards:
+            raise UserError(
+                f"model.width is {config.model.width}, but {shards} shards need a multiple of that"
+            )
         # FSDP reduces only gradients that exist: ranks whose batches leave out others would hang.
         if config.train.allow_unused and self.dp_size(world_size) > 1:
             raise UserError(

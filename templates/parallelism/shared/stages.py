@@ -160,7 +160,7 @@ def gather_state_dict(
         if process.rank == source:
             dist.send_object_list([content], 0, process.cpu_group)
         elif process.rank == 0:
-            received: list[Any] = [None]
+            received = [content]  # This is replaced.
             dist.recv_object_list(received, source, process.cpu_group)
             content["model"].update(received[0]["model"])
             content["optimizer"]["state"].update(received[0]["optimizer"]["state"])

@@ -66,7 +66,8 @@ class Task:
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return the metrics of a set from those of its samples; ``loss`` is in nats per token."""
         # A sum in float32 would be too coarse where a set is large.
-        loss = metrics["loss"].sum(dtype=np.float64) / metrics["count"].sum()
+        total = metrics["loss"].sum(dtype=np.float64)
+        loss = total / metrics["count"].sum()
         bits_per_byte = loss / np.log(2) / self.description["bytes_per_token"]
         return {
             "loss": loss,

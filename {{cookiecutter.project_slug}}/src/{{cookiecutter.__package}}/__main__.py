@@ -5,6 +5,9 @@ import glob
 import os
 import sys
 from collections.abc import Sequence
+#:: if fact("shards") ::#
+from importlib import import_module
+#:: endif ::#
 from pathlib import Path
 
 import yaml
@@ -24,6 +27,9 @@ CHECKPOINT_COMMANDS = {
     "generate",
     #:: endif ::#
 }
+#:: if fact("shards") ::#
+REHEARSAL_COMMANDS = ("rehearse", "estimate")  # The second is an older name.
+#:: endif ::#
 # Mistakes of the user, printed as one line. YAML nested too deeply is a RecursionError.
 MISTAKES = (UserError, argparse.ArgumentError, yaml.YAMLError, RecursionError, OSError, ValueError)
 
@@ -58,12 +64,15 @@ def build_parser(config_files: list[str]) -> ArgumentParser:
     add_subcommand("generate", generate, help="continue a prompt with the model of a checkpoint")
     #:: endif ::#
     #:: if fact("shards") ::#
-    estimate = build_settings_parser(config_files)
-    estimate.add_argument("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
-    estimate.add_argument(
-        "--memory", type=NonNegativeFloat | None, default=None, help="Memory of a device in GiB."
-    )
-    add_subcommand("estimate", estimate, help="print the memory of a rank, and whether it fits")
+    for name in REHEARSAL_COMMANDS:
+        rehearse = build_settings_parser(config_files)
+        add = rehearse.add_argument
+        add("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
+        add("--all", type=bool, default=False, help="Run those that differ in their data alone.")
+        add("--memory", type=NonNegativeFloat, default=0, help="Memory of a device in GiB.")
+        add("--flops", type=NonNegativeFloat, default=0, help="Speed of a device in TFLOP/s.")
+        add("--links", type=dict[str, float], default={}, help="GB/s by dimension of the mesh.")
+        add_subcommand(name, rehearse, help="run as many ranks on a CPU, without values")
     #:: endif ::#
     #:: if fact("doctor") ::#
     doctor = build_settings_parser(config_files)
@@ -178,7 +187,7 @@ def check(subcommand: str, config: Config, options: Namespace) -> None:
         options.checkpoint = str(options.checkpoint)  # A section of settings names no file.
         find_checkpoint(options.checkpoint)
     #:: if fact("shards") ::#
-    if subcommand == "estimate":
+    if subcommand in REHEARSAL_COMMANDS:
         config.check(options.ranks, trains=True)
         return
     #:: endif ::#
@@ -208,10 +217,10 @@ def run(
 
         plot(options.runs, options.output)
     #:: if fact("shards") ::#
-    elif subcommand == "estimate":
-        from .estimate import estimate
-
-        estimate(config, options.ranks, options.memory)
+    elif subcommand in REHEARSAL_COMMANDS:
+        # No run needs this file, so it is none of the package's.
+        sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+        import_module("rehearse").rehearse(config, options)
     #:: endif ::#
     #:: if fact("doctor") ::#
     elif subcommand == "doctor":

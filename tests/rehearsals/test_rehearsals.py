@@ -1,0 +1,108 @@
+"""A rehearsal on a CPU is what ranks do: it sends what they send, holds what they hold, and finds what would hang."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from conftest import BIN, TEMPLATE, Bake, blocks, edit, run, run_alone, weekly
+
+pytestmark = [pytest.mark.long, pytest.mark.independent]
+
+PAGE = TEMPLATE / "docs" / "rehearse.md"
+RETURN = ("task.py", '        return {"loss": loss}\n')
+LAYOUTS = {"tensor": "--parallel.replicas 2", "mesh": "--parallel.pipeline 2 --parallel.tensor 2"}
+TWO_STEPS = "train --train.max_steps 2 --dataset.max_bytes 50000 --dataset.test_bytes 2000 --distributed.device cpu"
+HEAD = ("model.py", "        return self.linear(self.norm(features))\n")
+LAYER = ("model.py", "        self.linear = linear(width, vocabulary)\n")
+LOSS = ("task.py", '        loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")\n')
+RANK = '__import__("torch").distributed.get_rank()'
+REDUCE = "            __import__('torch').distributed.all_reduce(torch.zeros(1))\n"
+TWO_GROUPS = """        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
+        if dist.get_rank() % 2:
+            groups.reverse()
+        for group in groups:
+            dist.all_reduce(torch.zeros(1), group=group)
+"""
+
+
+@pytest.mark.parametrize("parallelism", ["mesh", *weekly("fsdp", "tensor", "pipeline")])
+def test_a_rehearsed_rank_sends_and_holds_what_a_rank_does(bake: Bake, parallelism: str) -> None:
+    project = bake(parallelism=parallelism, task="language")
+    script, words = TEMPLATE / "tests/rehearsals/record_ranks.py", f"{TWO_STEPS} {LAYOUTS.get(parallelism, '')}".split()
+    environment = {"PYTHONPATH": "src", "PYTHONHASHSEED": "0"}
+    run(
+        *(BIN / "torchrun", "--standalone", "--nproc-per-node", "4", script, "real", "real", *words),
+        cwd=project,
+        **environment,
+    )
+    run(BIN / "python", script, "rehearsed", "4", *words, cwd=project, **environment)
+    for rank in range(4):
+        real, rehearsed = (json.loads((project / f"{name}-{rank}.json").read_text()) for name in ("real", "rehearsed"))
+        assert len(real["messages"]) > 10 and real == rehearsed
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "ranks", "line", "added", "named"),
+    [
+        ("fsdp", 4, LOSS, f"        if {RANK} == 0:\n{REDUCE}", "rank(s) [0] in allreduce torch.float32[1]"),
+        ("pipeline", 2, HEAD, "", "rank(s) [1] in allreduce torch.float32[3] over world at model.py:"),
+        *weekly(
+            ("fsdp", 4, LOSS, f"        if {RANK} > 0:\n{REDUCE}", "rank(s) [1, 3] in allreduce torch.float32[1]"),
+            (
+                "fsdp",
+                4,
+                LAYER,
+                f"        self.extra = nn.Parameter(torch.ones({RANK} // 3 * 8 + 8))\n",
+                "rank(s) [3] in",
+            ),
+            ("tensor", 4, LOSS, f"        dist.all_reduce(torch.zeros(1 + {RANK} // 3))\n", "rank(s) [3] in allreduce"),
+            ("mesh", 4, LOSS, TWO_GROUPS, "rank(s) [0, 1, 3] in allreduce torch.float32[1]"),
+            ("fsdp", 2, LOSS, f"        if {RANK}:\n            dist.recv(torch.zeros(1), 0)\n", "rank(s) [1] in recv"),
+        ),
+    ],
+)
+def test_messages_that_do_not_match_are_named(
+    bake: Bake, parallelism: str, ranks: int, line: tuple[str, str], added: str, named: str
+) -> None:
+    project = bake(parallelism=parallelism, task="language")
+    if line == HEAD:
+        added = "        __import__('torch').distributed.all_reduce(self.linear.weight.new_zeros(3))\n"
+        edit(project, {line: added + line[1]})
+    else:
+        edit(project, {line: line[1] + added})
+    if line == LAYER:
+        edit(project, {HEAD: HEAD[1].rstrip() + " * self.extra[0]\n"})
+    layout = LAYOUTS["tensor"].split() if parallelism == "tensor" else []
+    result = run_alone(project, "rehearse", "--ranks", str(ranks), *layout, code=1)
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: messages do not match: "), result.stderr
+    # The size of a block's weights differs where FSDP gathers them.
+    assert named in result.stderr and ("parallel.py:" if line == LAYER else f"{line[0]}:") in result.stderr
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", *weekly("mesh", "pipeline", "tensor")])
+def test_a_rehearsal_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: str) -> None:
+    project, weights = bake(parallelism=parallelism, task="language"), []
+    sizes = LAYOUTS["mesh"].split() if parallelism == "mesh" else []
+    for ranks, name in ((1, "estimate"), (2, "rehearse")):
+        words = (name, "--ranks", str(4 * ranks if sizes else ranks), "--memory", "1", *sizes)
+        out = run_alone(project, *words, "--flops", "1e-3", "--links", "{world: 1e-6, shard: 1e-6}").stdout
+        assert "fit into 1; not counted" in out and "s at these rates\n" in out
+        assert out.endswith("messages match, as far as they do not depend on values\n")
+        rows = [line.split() for line in out.splitlines() if line.startswith("rank")]
+        weights.append(min(float(row[2]) for row in rows))
+    assert weights[1] < 0.75 * weights[0]
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.weekly
+def test_the_page_shows_what_is_printed(bake: Bake) -> None:
+    """For 512 ranks, and for a fault; seconds differ."""
+    (many, fault), (printed, error) = blocks(PAGE, "bash"), blocks(PAGE, "text")
+    project = bake(parallelism="mesh", task="language")
+    out = run("bash", "-c", many, cwd=project, PYTHONPATH="src").stdout
+    assert re.sub(r"in \d+ s\n", "in 52 s\n", out).endswith(printed)
+    project = bake("fault", parallelism="fsdp", task="language")
+    edit(project, {RETURN: blocks(PAGE, "python")[0] + RETURN[1]})
+    assert run("bash", "-c", fault, cwd=project, code=1, PYTHONPATH="src").stderr == error
