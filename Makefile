@@ -50,21 +50,21 @@ test-gpu:
 	@$(PYTHON) -c 'import sys; print(*(path for path in sys.path if "-packages" in path), sep="\n")' \
 		>"$$(echo .venv-gpu/lib/python*/site-packages)/gpu.pth"
 	.venv-gpu/bin/pip install --quiet --disable-pip-version-check $(GPU_NEEDS)
-	@export PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/numerics; \
-		.venv-gpu/bin/python tests/gpus/agree.py && code=0 || code=1; .venv-gpu/bin/python tests/gpus/speed.py && exit $$code
+	@export PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/runs/numbers; \
+		.venv-gpu/bin/python tools/gpus/agree.py && code=0 || code=1; .venv-gpu/bin/python tools/gpus/speed.py && exit $$code
 
 lint: .venv/installed
 	$(BIN)/pre-commit run --all-files
 
 sizes: .venv/installed
-	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/sizes.py
+	@PYTHONPATH=.:tests $(BIN)/python tests/template/sizes.py
 
 # `make where FILE=src/my_experiment/parallel.py parallelism=mesh` takes the answers that `make demo` takes.
 where: .venv/installed
-	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/where.py $(call quote,$(FILE)) $(ANSWERS)
+	@PYTHONPATH=.:tests $(BIN)/python tests/template/where.py $(call quote,$(FILE)) $(ANSWERS)
 
 diffs: .venv/installed
-	@PYTHONPATH=.:tests $(BIN)/python tests/rendering/test_diffs.py
+	@PYTHONPATH=.:tests $(BIN)/python tests/template/test_diffs.py
 
 recipes: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/documents/patches.py

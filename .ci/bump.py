@@ -4,7 +4,7 @@
 `make address` writes the address of the repository, `_repository` in cookiecutter.json, into the pages that name it.
 
 It upgrades .venv first, so pip has found the versions to fit each other. ``contents`` derives all files that hold pins
-from what is installed, which tests/rendering/test_pins.py compares with those files.
+from what is installed, which tests/template/test_pins.py compares with those files.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ def find_definition(text: str, where: str) -> tuple[int, int]:
     return len("".join(lines[: first - 1])), len("".join(lines[: node.end_lineno]))
 
 
-DEVICES = "tests/accelerators/test_accelerators.py::"
+DEVICES = "tests/runs/accelerators/test_accelerators.py::"
 DDP_ON_DEVICES = DEVICES + "test_a_run_on_devices_is_sound[ddp-digits-4---train.precision fp16]"
-RUN_DIR = "tests/failures/test_run_dir.py::"
+RUN_DIR = "tests/runs/failures/test_run_dir.py::"
 SRC = "{{cookiecutter.project_slug}}/src/{{cookiecutter.__package}}/"
 PARALLEL, TASK = "templates/parallelism/", "templates/task/"
 CHECKS = "check_answers.py"
@@ -88,16 +88,16 @@ OTHER = "project/tests/test_resume.py::test_another_experiment_is_refused_by_nam
 EXIT = "project/tests/test_exit.py::"
 MISTAKE = "project/tests/test_settings.py::test_a_mistake_is_reported_in_one_line"
 # Tests of the template.
-HOSTILE = "tests/numerics/test_hostile_model.py::"
-PARITY = "tests/numerics/test_parity.py::test_a_killed_and_resumed_run_matches_a_plain_loop"
-REPORTS = "tests/failures/test_reports.py::"
-BITS = "tests/numerics/test_bits.py::"
-ANSWERS = "tests/rendering/test_answers.py::"
+HOSTILE = "tests/runs/numbers/test_hostile_model.py::"
+PARITY = "tests/runs/numbers/test_parity.py::test_a_killed_and_resumed_run_matches_a_plain_loop"
+REPORTS = "tests/runs/failures/test_reports.py::"
+BITS = "tests/runs/numbers/test_bits.py::"
+ANSWERS = "tests/template/test_answers.py::"
 TOKENS = "tests/documents/test_tokens.py::"
 DRAWN = RUN_DIR + "test_each_rank_and_step_draws_other_numbers_and_the_same_ones_after_a_resume"
-CHANGES = "tests/numerics/test_parity.py::test_a_run_that_changes_its_strategy_matches_a_plain_loop[digits]"
-NUMBERS = "tests/rendering/test_source.py::test_pages_state_the_numbers_of_the_code"
-WAITS = "tests/rendering/test_source.py::test_ranks_save_in_less_time_than_a_cluster_waits"
+CHANGES = "tests/runs/numbers/test_parity.py::test_a_run_that_changes_its_strategy_matches_a_plain_loop[digits]"
+NUMBERS = "tests/template/test_source.py::test_pages_state_the_numbers_of_the_code"
+WAITS = "tests/template/test_source.py::test_ranks_save_in_less_time_than_a_cluster_waits"
 
 DDP, FSDP, MODEL_PARALLEL, PIPELINE, TENSOR = (
     PARALLEL + f"{name}/parallel.py" for name in ("ddp", "fsdp", "model_parallel", "pipeline", "tensor")
@@ -112,14 +112,14 @@ FAULTS = {
         "prepare_block",
         "config.train.compile",
         "False",
-        "tests/numerics/test_parity.py::test_a_compiled_or_recomputed_run_matches_a_plain_loop[train.compile-digits-ddp]",
+        "tests/runs/numbers/test_parity.py::test_a_compiled_or_recomputed_run_matches_a_plain_loop[train.compile-digits-ddp]",
     ),
     "blocks are not recomputed": Fault(
         DDP,
         "prepare_block",
         "config.train.activation_checkpointing",
         "False",
-        "tests/numerics/test_parity.py::"
+        "tests/runs/numbers/test_parity.py::"
         "test_a_compiled_or_recomputed_run_matches_a_plain_loop[train.activation_checkpointing-digits-ddp]",
     ),
     "the backend is always that of the device": Fault(
@@ -145,7 +145,7 @@ FAULTS = {
         "MeanLosses.mean_loss",
         "self.weights.mean()",
         "self.weights[[*self.parallel.microbatches]].mean()",
-        "tests/projects/test_own_tests.py::test_a_loss_of_ragged_weight_does_not_depend_on_the_split[ddp]",
+        "tests/runs/projects/test_own_tests.py::test_a_loss_of_ragged_weight_does_not_depend_on_the_split[ddp]",
     ),
     "the replicas of fsdp drift apart": Fault(
         FSDP,
@@ -484,7 +484,7 @@ FAULTS = {
         "Checkpointer.prune",
         "not in names",
         "in names",
-        "tests/failures/test_run_dir.py::test_the_best_checkpoint_stays_if_its_record_is_lost",
+        "tests/runs/failures/test_run_dir.py::test_the_best_checkpoint_stays_if_its_record_is_lost",
     ),
     # Evaluation
     "an evaluation draws as its loaders have": Fault(
@@ -588,7 +588,7 @@ FAULTS = {
         "Checkpointer.prune",
         "checkpoints[-self.config.checkpoint.keep :]",
         "()",
-        "tests/clusters/test_machines.py::test_torchrun_restarts_the_ranks_when_one_is_killed",
+        "tests/runs/clusters/test_machines.py::test_torchrun_restarts_the_ranks_when_one_is_killed",
     ),
     "the worst checkpoint is kept": Fault(
         SRC + "logger.py",
@@ -677,7 +677,7 @@ FAULTS = {
         "cleanup",
         "exit_now(...)",
         "exit_now(0)",
-        "tests/clusters/test_kubernetes.py::test_pods_that_stop_are_replaced_and_a_mistake_ends_the_job[spawn]",
+        "tests/runs/clusters/test_kubernetes.py::test_pods_that_stop_are_replaced_and_a_mistake_ends_the_job[spawn]",
     ),
     "parameters without a gradient pass": Fault(
         SRC + "train.py",
@@ -760,7 +760,7 @@ FAULTS = {
         "",
         "last=$((nodes - 1))",
         "last=$((nodes))",
-        "tests/rendering/test_claims.py::test_numbers_that_start_no_machines_are_refused[torchrun]",
+        "tests/template/test_claims.py::test_numbers_that_start_no_machines_are_refused[torchrun]",
     ),
     "a stopped launcher ends with the number of the signal": Fault(
         "templates/launcher/torchrun/torchrun.py",
@@ -793,7 +793,7 @@ FAULTS = {
         "",
         "USER 1000",
         "",
-        "tests/rendering/test_source.py::test_a_container_runs_as_the_user_that_may_write",
+        "tests/template/test_source.py::test_a_container_runs_as_the_user_that_may_write",
     ),
     # Tokens
     "what follows the end of a document is predicted": Fault(
@@ -866,7 +866,7 @@ FAULTS = {
         "",
         "({{ cookiecutter._repository }}/blob/main/docs/recipes.md)",
         "(https://example.org/blob/main/docs/recipes.md)",
-        "tests/rendering/test_source.py::test_one_line_names_the_repository",
+        "tests/template/test_source.py::test_one_line_names_the_repository",
     ),
     "choices that do not fit are rendered": Fault(
         CHECKS,
@@ -895,35 +895,35 @@ FAULTS = {
         "CheckAnswers.__init__",
         "sys.modules.pop",
         "sys.modules.get",
-        "tests/rendering/test_cruft.py::test_an_update_loads_the_checks_of_each_version_that_it_renders",
+        "tests/template/test_cruft.py::test_an_update_loads_the_checks_of_each_version_that_it_renders",
     ),
     "a fact that no choice states is empty": Fault(
         PARALLEL + "model_parallel/facts.json",
         "",
         '"accelerators": "two accelerators"',
         '"devices": "two accelerators"',
-        "tests/rendering/test_source.py::test_every_fact_is_stated_by_one_question_and_used",
+        "tests/template/test_source.py::test_every_fact_is_stated_by_one_question_and_used",
     ),
     "the answer to a question is not recorded": Fault(
         "{{cookiecutter.project_slug}}/pyproject.toml",
         "",
         'launcher = "{{ cookiecutter.launcher }}"',
         'launcher = "torchrun"',
-        "tests/rendering/test_prompts.py::test_choices_can_be_selected_by_number_and_the_slug_follows_the_name",
+        "tests/template/test_prompts.py::test_choices_can_be_selected_by_number_and_the_slug_follows_the_name",
     ),
     "a project has a chapter on a file that it lacks": Fault(
         "{{cookiecutter.project_slug}}/README.md",
         "",
         "#:: if cookiecutter.docker ::#",
         '#:: if cookiecutter.docker or cookiecutter.cluster == "kubernetes" ::#',
-        "tests/rendering/test_render.py::test_a_project_has_no_traces_of_the_template_or_of_other_choices[pairs]",
+        "tests/template/test_render.py::test_a_project_has_no_traces_of_the_template_or_of_other_choices[pairs]",
     ),
     "a project uses one private interface more": Fault(
         SRC + "distributed.py",
         "choose_device",
         "torch.accelerator.device_count()",
         "torch._C._accelerator_hooks_device_count()",
-        "tests/rendering/test_caps.py::test_no_project_is_beyond_a_cap[default-private interfaces]",
+        "tests/template/test_caps.py::test_no_project_is_beyond_a_cap[default-private interfaces]",
     ),
     # Accelerators
     "DDP is given a device": Fault(

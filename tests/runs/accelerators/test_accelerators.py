@@ -19,7 +19,7 @@ pytestmark = [
     ),
 ]
 
-FOLDER = TEMPLATE / "tests" / "accelerators"
+FOLDER = TEMPLATE / "tests" / "runs" / "accelerators"
 WORDS = "--train.max_steps 4 --train.log_every 2 --data.global_batch_size 32 --data.micro_batch_size 4".split()
 SHORT = {
     "language": "--dataset.max_bytes 50000 --dataset.test_bytes 2000",

@@ -1,4 +1,4 @@
-"""A model for task=language with what breaks strategies; tests/numerics/test_hostile_model.py puts it into projects."""
+"""A model for task=language with what breaks strategies; test_hostile_model.py puts it into projects."""
 
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """What every strategy gives on this machine's accelerators, as a table; ends with 1 if a cell is wrong.
 
 `make test-gpu` runs it with the PyTorch that is there; DEVICE=cpu tries it on a CPU. The plain loop is the oracle of
-tests/numerics, in float64 on the CPU.
+tests/runs/numbers, in float64 on the CPU.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import torch
 from conftest import (
     BIN,
     CHOICES,
+    TEMPLATE,
     Bake,
     edit,
     find_processes,
@@ -986,8 +987,7 @@ def test_a_project_that_git_converts_for_windows_runs(bake: Bake, tmp_path: Path
 
 
 def test_the_template_is_the_same_where_git_converts_for_windows(tmp_path: Path) -> None:
-    template = Path(__file__).parents[2]
-    run("git", "-c", "core.autocrlf=true", "clone", "--quiet", template, tmp_path / "clone", cwd=tmp_path)
+    run("git", "-c", "core.autocrlf=true", "clone", "--quiet", TEMPLATE, tmp_path / "clone", cwd=tmp_path)
     for script in tmp_path.glob("clone/**/*.sh"):
         assert b"\r\n" not in script.read_bytes(), script
     run(BIN / "cookiecutter", tmp_path / "clone", "--no-input", "--output-dir", tmp_path, cwd=tmp_path)

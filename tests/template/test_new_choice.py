@@ -156,10 +156,10 @@ def test_a_task_with_a_loss_of_its_own_is_compared_with_the_plain_loop(template:
     project = render_copy(template, template.parent / "out", task="new")
     for check in (["format", "--check"], ["check"]):
         run(BIN / "ruff", *check, "--no-cache", ".", cwd=project)
-    numerics = template / "tests" / "numerics"
-    with (numerics / "oracle.py").open("a") as file:
+    numbers = template / "tests" / "runs" / "numbers"
+    with (numbers / "oracle.py").open("a") as file:
         file.write(ITS_ORACLE)
-    parity, before = numerics / "test_parity.py", "\n\n\ndef ranks("
+    parity, before = numbers / "test_parity.py", "\n\n\ndef ranks("
     parity.write_text(parity.read_text().replace(before, f'\nTASKS["new"] = TASKS["digits"]{before}'))
     test = "test_a_killed_and_resumed_run_matches_a_plain_loop[ddp-new-2]"
-    run(BIN / "pytest", "-q", f"tests/numerics/test_parity.py::{test}", cwd=template)
+    run(BIN / "pytest", "-q", f"tests/runs/numbers/test_parity.py::{test}", cwd=template)

@@ -1,4 +1,4 @@
-"""Steps per second of a rendered project, compared with a loop by hand: python tests/benchmarks/steps.py --task digits.
+"""Steps per second of a rendered project, compared with a loop by hand: python tools/benchmarks/steps.py --task digits.
 
 Both train the same model on the same samples with 2 ranks under torchrun, one after the other. The loop by hand is what
 a tutorial teaches: ``DistributedSampler``, DDP, fused AdamW, and a log line every 50 steps.

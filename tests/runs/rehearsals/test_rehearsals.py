@@ -30,7 +30,8 @@ TWO_GROUPS = """        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([
 @pytest.mark.parametrize("parallelism", ["mesh", *weekly("fsdp", "tensor", "pipeline")])
 def test_a_rehearsed_rank_sends_and_holds_what_a_rank_does(bake: Bake, parallelism: str) -> None:
     project = bake(parallelism=parallelism, task="language")
-    script, words = TEMPLATE / "tests/rehearsals/record_ranks.py", f"{TWO_STEPS} {LAYOUTS.get(parallelism, '')}".split()
+    script = TEMPLATE / "tests/runs/rehearsals/record_ranks.py"
+    words = f"{TWO_STEPS} {LAYOUTS.get(parallelism, '')}".split()
     environment = {"PYTHONPATH": "src", "PYTHONHASHSEED": "0"}
     run(
         *(BIN / "torchrun", "--standalone", "--nproc-per-node", "4", script, "real", "real", *words),

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: python tests/benchmarks/ranks.py 4 8 16 32.
+"""What grows with the number of ranks: python tools/benchmarks/ranks.py 4 8 16 32.
 
 For each number of ranks of the default project on this machine, it prints the file descriptors of a rank, the time that
 a check for stop signals takes, and, for three faults of one rank in its third step, the lines of output and the

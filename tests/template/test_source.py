@@ -228,7 +228,7 @@ def test_the_sources_of_a_rendered_file_are_found() -> None:
     mesh = [f"{stub}/parallel.py", "templates/parallelism/mesh/parallel.py"]
     assert find_sources("src/digits_8x8/parallel.py", project_slug="digits-8x8", parallelism="mesh") == mesh
     assert find_sources("src/my_experiment/digits.npz")[0].startswith(f"{stub}/{{{{ 'digits.npz'")
-    script = TEMPLATE / "tests" / "rendering" / "where.py"
+    script = TEMPLATE / "tests" / "template" / "where.py"
     paths = f"{TEMPLATE}:{TEMPLATE / 'tests'}"
     error = run(BIN / "python", script, "src/train.py", cwd=TEMPLATE, code=2, PYTHONPATH=paths).stderr
     assert error == "error: these answers render no file 'src/train.py'; give FILE=src/my_experiment/train.py\n"

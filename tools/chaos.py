@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from cookiecutter.main import cookiecutter
 
-TEMPLATE = Path(__file__).parents[2]
+TEMPLATE = Path(__file__).parents[1]
 STEPS = 400
 WORDS = [
     *f"train --data.global_batch_size 64 --model.width 8 --model.depth 1 --train.max_steps {STEPS}".split(),
