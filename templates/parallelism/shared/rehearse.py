@@ -1,7 +1,4 @@
-"""Rehearse a run as N ranks on a CPU: ``scripts/launch.sh rehearse --ranks 512 --memory 80``.
-
-Ranks run one by one, on tensors without values; then, the messages that each sent are replayed.
-"""
+"""Rehearse a run as N ranks on a CPU: one by one, without values; then replay their messages."""
 
 import math
 import os
@@ -9,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
@@ -21,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode  # Private: there is no other way.
-from torch.distributed.distributed_c10d import _resolve_process_group  # Operations have its name.
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 PACKAGE = "{{ cookiecutter.__package }}"
 NAMES = ("dataset", "distributed", "experiment", "parallel", "sharded", "train")
@@ -54,7 +52,7 @@ class Recorder(FakeTensorMode):
         self.messages = list[Message]()
         self.storages = WeakSet[Any]()
         self.running_operations = 0
-        self.peak = 0
+        self.peak = self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; PyTorch calls this method for each of them."""
@@ -65,8 +63,7 @@ class Recorder(FakeTensorMode):
             # Python reads a number that is not there: False for a bool, and 1 for what may divide.
             return int(args[0].dtype != torch.bool)
         # Operations on values stay real, and those on DTensors; a mesh reads its ranks from arange.
-        is_arange = func.overloadpacket is torch.ops.aten.arange
-        if not has_fake_input and (inputs or is_arange):
+        if not has_fake_input and (inputs or func.overloadpacket is torch.ops.aten.arange):
             outputs = func(*args, **kwargs)
         else:
             self.running_operations += 1  # The mode may call this again, from inside.
@@ -75,6 +72,8 @@ class Recorder(FakeTensorMode):
             finally:
                 self.running_operations -= 1
         if self.running_operations == 0:
+            if has_fake_input and func.overloadpacket in flop_registry:
+                self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=outputs)
             for output in tree_leaves(outputs):
                 if isinstance(output, FakeTensor) and output.device.type != "meta":
                     self.storages.add(output.untyped_storage())
@@ -89,37 +88,43 @@ class Recorder(FakeTensorMode):
             groups = [each for each in args if isinstance(each, torch.ScriptObject)]
             group = dist.ProcessGroup.unbox(groups[0])
         elif func.namespace in ("_c10d_functional", "_dtensor") and isinstance(args[-1], str):
-            group = _resolve_process_group(args[-1])
+            group = c10d._resolve_process_group(args[-1])
         else:
             return
         members = dist.get_process_group_ranks(group)
         operation = func.name().partition("::")[2].strip("_")
+        # Lists hold alike tensors, and some ranks may have none.
+        words = [operation, *dict.fromkeys(f"{each.dtype}{[*each.shape]}" for each in inputs)]
         if operation in ("send", "recv"):
-            other = members[args[2]]
-            members = [dist.get_rank(), other] if operation == "send" else [other, dist.get_rank()]
-        # The largest tensor has what all members send; some operations return it.
-        leaves = tree_leaves((inputs, outputs))
-        num_bytes = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        call = " ".join([operation, *(f"{each.dtype}{[*each.shape]}" for each in inputs)])
-        dimension = group.group_desc.removeprefix("mesh_").replace("default_pg", "world")
-        lines = [f"{frame.f_globals['__name__']}.py:{line}" for frame, line in walk_stack(None)]
+            pair = [dist.get_rank(), members[args[2]]]
+            members = pair if operation == "send" else pair[::-1]
+        else:
+            words += [str(each) for each in args if type(each) is int][:1]  # Such as the root.
+        # The largest argument or output has what all members have after it.
+        num_bytes = max(count_bytes(each) for each in (*args, outputs))
+        lines = [f"{frame.f_globals.get('__name__')}.py:{line}" for frame, line in walk_stack(None)]
         line = next(line for line in lines if line.startswith(f"{PACKAGE}.")).partition(".")[2]
-        place = (dimension, group.group_name, tuple(members))
-        self.messages.append(Message(dist.get_rank(), call, *place, num_bytes, line))
+        dimension = group.group_desc.removeprefix("mesh_").replace("default_pg", "world")
+        call = (dist.get_rank(), " ".join(words), dimension, group.group_name, tuple(members))
+        self.messages.append(Message(*call, num_bytes, line))
+
+
+def count_bytes(tree: Any) -> int:
+    """Return the bytes of tensors, or of this rank's shards of them."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
 
 
 def rehearse_rank(config: Any, world_size: int, rank: int) -> tuple[Any, ...]:
-    """Do what a run does as one of its ranks, without the others and without writing files."""
-    # Collectives of this backend return at once, and leave their outputs as they are.
+    """Do what a run does as one of its ranks; messages of the backend "fake" go nowhere."""
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    process = distributed.Process(dist.HashStore(), rank, world_size, cpu_group=dist.group.WORLD)
+    process = distributed.Process(dist.HashStore(), rank, world_size, cpu_group=dist.new_group())
     datasets = dataset.build_datasets(config)
-    new_group = dist.new_group
     with (
         TemporaryDirectory() as config.run.dir,
         patch("builtins.print"),
-        # Other ranks have what this one has.
+        # The other ranks have what this one has.
         patch.object(distributed.Process, "on_main", lambda _, action: action()),
         patch.object(distributed.Process, "all_gather", lambda _, value: [value] * world_size),
         patch.object(experiment, "build_datasets", lambda _: datasets),
@@ -127,7 +132,7 @@ def rehearse_rank(config: Any, world_size: int, rank: int) -> tuple[Any, ...]:
         patch.multiple(sharded, refuse_hooks=lambda _: None, DefaultStager=DEFAULT),
         patch.object(parallel.Parallel, "load_full_state_dict", lambda *_: None),
         patch.object(Tensor, "isfinite", lambda _: True),
-        patch.object(dist, "new_group", lambda ranks=None, **_: new_group(ranks)),
+        patch.object(dist, "new_group", lambda ranks=None, *_, **__: c10d.new_group(ranks)),
         patch.multiple(dist, send_object_list=DEFAULT, recv_object_list=DEFAULT),
         patch.multiple(sharded.Checkpointer, write=DEFAULT, write_shards=DEFAULT),
         Recorder() as recorder,
@@ -141,22 +146,19 @@ def run(trainer: Any, datasets: Any, recorder: Recorder) -> tuple[Any, ...]:
         group["foreach"] = False  # An accelerator's fused kernel has no temporary tensors.
     microbatch = build_batch(datasets[0], trainer.config.data.micro_batch_size)
     trainer.start_period()
-    # In its first step, DTensor runs each operation on whole tensors, too: the second counts.
-    for _ in range(2):
+    for _ in range(2):  # In the first, DTensor runs each operation on whole tensors, too.
         start = len(recorder.messages)
-        recorder.peak = 0
-        with FlopCounterMode(display=False) as counter:
-            step_losses = trainer.train_step([microbatch] * len(trainer.parallel.microbatches))
-        trainer.unlogged_steps.append(step_losses)
+        recorder.peak = recorder.flops = 0
+        batch = [microbatch] * len(trainer.parallel.microbatches)
+        trainer.unlogged_steps.append(trainer.train_step(batch))
         trainer.step += 1
     step = recorder.messages[start:]
-    sizes = []
     parameters = list(trainer.parallel.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for tensors in (parameters, trained, tree_leaves([*trainer.optimizer.state.values()])):
-        shards = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-        sizes.append(sum(shard.nbytes for shard in shards))
+    state = list(trainer.optimizer.state.values())
+    sizes = [count_bytes(tensors) for tensors in (parameters, trained, state)]
     sizes += [recorder.peak - sum(sizes), recorder.peak]
+    flops = recorder.flops
     trainer.save()
     evaluator = trainer.evaluator
     evaluator.batches = evaluator.batches[:1]
@@ -164,7 +166,7 @@ def run(trainer: Any, datasets: Any, recorder: Recorder) -> tuple[Any, ...]:
     evaluator.to_numpy = dict  # Metrics of batches have no values.
     trainer.parallel.module.eval()
     evaluator.measure()
-    return recorder.messages, step, sizes, counter.get_total_flops()
+    return recorder.messages, step, sizes, flops
 
 
 def build_batch(samples: Any, size: int) -> Any:
@@ -174,31 +176,31 @@ def build_batch(samples: Any, size: int) -> Any:
 
 
 def replay(sequences: dict[int, list[Message]]) -> list[Message]:
-    """Pass messages on until no rank moves; returns those that differ, or never end."""
+    """Pass on messages of the ranks that ran until none moves; return what differs or is left."""
     sent = defaultdict[Any, list[Message]](list)
     is_moving = True
     while is_moving:
         is_moving = False
-        for sequence in sequences.values():
-            if not sequence:
-                continue
+        for sequence in filter(None, sequences.values()):
             message = sequence[0]
-            # Members that did not run are taken to come to each call.
+            place = message[3:5]
             queues = [sequences[member] for member in message.members if member in sequences]
             if message.call.startswith("send "):  # It waits for nobody.
+                if message.members[1] in sequences:
+                    sent[place].append(message)
                 queues = [sequence]
-                sent[message.members].append(message._replace(call=f"recv{message.call[4:]}"))
             elif message.call.startswith("recv ") and message.members[0] in sequences:
-                queues = [sequence, sent[message.members]]
-            heads = [queue[0] for queue in queues if queue and queue[0][3:5] == message[3:5]]
+                queues = [sequence, sent[place]]
+            heads = [queue[0] for queue in queues if queue and queue[0][3:5] == place]
             if len(heads) < len(queues):
                 continue
-            if len({head.call for head in heads}) > 1:
+            if len({head.call.replace("send ", "recv ") for head in heads}) > 1:
                 return heads
             for queue in queues:
                 queue.pop(0)
             is_moving = True
-    return [sequence[0] for sequence in sequences.values() if sequence]
+    stuck = [sequence[0] for sequence in sequences.values() if sequence]
+    return stuck or [queue[0] for queue in sent.values() if queue]
 
 
 def rehearse(config: Any, options: Any) -> None:
@@ -209,21 +211,19 @@ def rehearse(config: Any, options: Any) -> None:
     stages = getattr(config.parallel, "pipeline", 1) or options.ranks // dp_size
     # Along the second dimension, ranks have the same part of the model, and other data.
     grid = torch.arange(options.ranks).view(stages, dp_size, -1)
-    if not options.all:
-        grid = grid[:, sorted({0, min(1, dp_size - 1), dp_size - 1})]
-    ranks = grid.flatten().tolist()
+    columns = [*range(dp_size)] if options.all else sorted({0, min(1, dp_size - 1), dp_size - 1})
+    ranks = grid[:, columns].flatten().tolist()
     # DTensor caches process groups, so each rank has a process of its own.
-    context: Any = get_context("forkserver")
+    context: Any = get_context("forkserver" if sys.platform == "linux" else "spawn")
     context.set_forkserver_preload([f"{PACKAGE}.train"])
     with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
-        jobs = [pool.submit(rehearse_rank, config, options.ranks, rank) for rank in ranks]
-        messages, steps, sizes, flops = zip(*(job.result() for job in jobs), strict=True)
+        results = pool.map(partial(rehearse_rank, config, options.ranks), ranks)
+        messages, steps, sizes, flops = zip(*results, strict=True)
     print_step(dict(zip(ranks, sizes, strict=True)), steps, max(flops), options)
     print(f"{len(ranks)} of {options.ranks} ranks ran, in {time.perf_counter() - start:.0f} s")
     stuck = defaultdict[str, list[int]](list)
     for message in replay(dict(zip(ranks, messages, strict=True))):
-        call = f"{message.call} over {message.dimension} at {message.line}"
-        stuck[call].append(message.rank)
+        stuck[f"{message.call} over {message.dimension} at {message.line}"].append(message.rank)
     if stuck:  # A few ranks have probably a branch of their own, and so come first.
         calls = sorted(stuck, key=lambda call: len(stuck[call]))[:4]
         places = "; ".join(f"rank(s) {stuck[call][:4]} in {call}" for call in calls)

@@ -39,13 +39,13 @@ def check_datasets(datasets: Any, process: Process) -> None:
 
 
 def build_task(config: Config, device: torch.device) -> Any:
-    """Build the task on ``device``, with its modules frozen, and listed as ``modules``."""
+    """Build the task on ``device``, with its modules frozen, and listed as ``frozen_modules``."""
     task: Any = Task(config, device)
     members = tree_leaves(vars(task))
     modules = nn.ModuleList(member for member in members if isinstance(member, nn.Module))
     # A task's modules, such as a teacher, are not trained: the optimizer never sees them.
     modules.to(device).eval().requires_grad_(False)
-    task.modules = modules
+    task.frozen_modules = modules
     if config.train.compile:
         # A loss that is not compiled keeps a copy of the logits in fp32 for backward.
         task.losses = torch.compile(task.losses)

@@ -206,7 +206,8 @@ class Trainer:
         """Return what micro-batches must not change: the task, and sums of the bits of weights."""
         sums: Any = {"Task": repr(vars(self.task))}
         weights = self.parallel.module.state_dict()
-        for name, value in (weights | self.task.modules.state_dict(prefix="Task.")).items():
+        weights |= self.task.frozen_modules.state_dict(prefix="Task.")
+        for name, value in weights.items():
             # BatchNorm's statistics are averaged before a save. DTensors are skipped: forward has
             # gathered copies, which parallel.py checks.
             if type(value) is torch.Tensor and not name.endswith(
