@@ -120,13 +120,13 @@ def rehearse_rank(config: Any, world_size: int, rank: int) -> tuple[Any, ...]:
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     process = distributed.Process(dist.HashStore(), rank, world_size, cpu_group=dist.new_group())
+    # The other ranks have what this one has; but if it trains no parameter, another one does.
+    process.on_main = lambda action: action()
+    process.all_gather = lambda own: [own is False or own] * world_size
     datasets = dataset.build_datasets(config)
     with (
         TemporaryDirectory() as config.run.dir,
         patch("builtins.print"),
-        # The other ranks have what this one has.
-        patch.object(distributed.Process, "on_main", lambda _, action: action()),
-        patch.object(distributed.Process, "all_gather", lambda _, value: [value] * world_size),
         patch.object(experiment, "build_datasets", lambda _: datasets),
         # Tensors without values have attributes, and no storage that could be copied.
         patch.multiple(sharded, refuse_hooks=lambda _: None, DefaultStager=DEFAULT),

@@ -82,6 +82,31 @@ def test_messages_that_do_not_match_are_named(
     assert named in result.stderr and ("parallel.py:" if line == LAYER else f"{line[0]}:") in result.stderr
 
 
+GATHERS = f"""        dist.gather(torch.zeros(2), [torch.zeros(2) for _ in range(4)] if {RANK} == 0 else None)
+        to_next = dist.P2POp(dist.isend, torch.zeros(2), ({RANK} + 1) % 4)
+        for work in dist.batch_isend_irecv([to_next, dist.P2POp(dist.irecv, torch.zeros(2), ({RANK} - 1) % 4)]):
+            work.wait()
+"""
+BUILT = ("model.py", "    return nn.Sequential(blocks)\n")
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("parallelism", "changes"),
+    [
+        ("fsdp", {LOSS: LOSS[1] + GATHERS}),
+        ("pipeline", {BUILT: "    blocks['block1'].requires_grad_(False)\n" + BUILT[1]}),
+    ],
+    ids=["a root and a ring", "a stage that trains nothing"],
+)
+def test_ranks_that_differ_for_a_reason_match(
+    bake: Bake, parallelism: str, changes: dict[tuple[str, str], str]
+) -> None:
+    project = bake(parallelism=parallelism, task="language")
+    edit(project, changes)
+    assert "messages match" in run_alone(project, "rehearse", "--ranks", "4", "--all").stdout
+
+
 @pytest.mark.parametrize("parallelism", ["fsdp", *weekly("mesh", "pipeline", "tensor")])
 def test_a_rehearsal_shrinks_with_the_number_of_ranks(bake: Bake, parallelism: str) -> None:
     project, weights = bake(parallelism=parallelism, task="language"), []

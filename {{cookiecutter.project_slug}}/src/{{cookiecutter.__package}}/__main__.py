@@ -68,7 +68,7 @@ def build_parser(config_files: list[str]) -> ArgumentParser:
         rehearse = build_settings_parser(config_files)
         add = rehearse.add_argument
         add("--ranks", type=PositiveInt, default=1, help="The number of ranks.")
-        add("--all", type=bool, default=False, help="Run those that differ in their data alone.")
+        add("--all", action="store_true", help="Run those that differ in their data alone.")
         add("--memory", type=NonNegativeFloat, default=0, help="Memory of a device in GiB.")
         add("--flops", type=NonNegativeFloat, default=0, help="Speed of a device in TFLOP/s.")
         add("--links", type=dict[str, float], default={}, help="GB/s by dimension of the mesh.")
