@@ -10,6 +10,7 @@ from conftest import BIN, TEMPLATE, Bake, blocks, edit, run, run_alone, weekly
 
 pytestmark = [pytest.mark.long, pytest.mark.independent]
 
+Changes = dict[tuple[str, str], str]
 PAGE = TEMPLATE / "docs" / "rehearse.md"
 RETURN = ("task.py", '        return {"loss": loss}\n')
 LAYOUTS = {"tensor": "--parallel.replicas 2", "mesh": "--parallel.pipeline 2 --parallel.tensor 2"}
