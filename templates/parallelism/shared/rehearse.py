@@ -145,11 +145,11 @@ def run(trainer: Any, datasets: Any, recorder: Recorder) -> tuple[Any, ...]:
     for group in trainer.optimizer.param_groups:
         group["foreach"] = False  # An accelerator's fused kernel has no temporary tensors.
     microbatch = build_batch(datasets[0], trainer.config.data.micro_batch_size)
+    batch = [microbatch] * len(trainer.parallel.microbatches)
     trainer.start_period()
     for _ in range(2):  # In the first, DTensor runs each operation on whole tensors, too.
         start = len(recorder.messages)
         recorder.peak = recorder.flops = 0
-        batch = [microbatch] * len(trainer.parallel.microbatches)
         trainer.unlogged_steps.append(trainer.train_step(batch))
         trainer.step += 1
     step = recorder.messages[start:]

@@ -56,11 +56,9 @@ def record_run(output: str, words: list[str]) -> None:
             return train_step(self, batch)
         with Recorder() as recorder:
             losses = train_step(self, batch)
-        weights, state = list(self.parallel.module.parameters()), tree_leaves([*self.optimizer.state.values()])
-        sizes = []
-        for tensors in (weights, weights, state):
-            shards = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-            sizes.append(sum(shard.nbytes for shard in shards))
+        # The step has freed its gradients: they are as large as the weights, all of which are trained.
+        weights, state = list(self.parallel.module.parameters()), list(self.optimizer.state.values())
+        sizes = [rehearse.count_bytes(tensors) for tensors in (weights, weights, state)]
         write(output, self.process.rank, recorder.messages, sizes)
         return losses
 

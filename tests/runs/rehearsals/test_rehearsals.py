@@ -19,13 +19,17 @@ HEAD = ("model.py", "        return self.linear(self.norm(features))\n")
 LAYER = ("model.py", "        self.linear = linear(width, vocabulary)\n")
 LOSS = ("task.py", '        loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")\n')
 RANK = '__import__("torch").distributed.get_rank()'
-REDUCE = "            __import__('torch').distributed.all_reduce(torch.zeros(1))\n"
 TWO_GROUPS = """        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
         if dist.get_rank() % 2:
             groups.reverse()
         for group in groups:
             dist.all_reduce(torch.zeros(1), group=group)
 """
+
+
+def add(line: tuple[str, str], text: str) -> Changes:
+    """Return an edit that adds something after a line."""
+    return {line: line[1] + text}
 
 
 @pytest.mark.parametrize("parallelism", ["mesh", *weekly("fsdp", "tensor", "pipeline")])
@@ -45,42 +49,40 @@ def test_a_rehearsed_rank_sends_and_holds_what_a_rank_does(bake: Bake, paralleli
         assert len(real["messages"]) > 10 and real == rehearsed
 
 
+ON_RANK_0 = add(LOSS, f"        if {RANK} == 0:\n            dist.all_reduce(torch.zeros(1))\n")
+ON_OTHER_RANKS = add(LOSS, f"        if {RANK} > 0:\n            dist.all_reduce(torch.zeros(1))\n")
+ON_A_STAGE = {HEAD: "        __import__('torch').distributed.all_reduce(features.new_zeros(3))\n" + HEAD[1]}
+OTHER_SHAPE = add(LOSS, f"        dist.all_reduce(torch.zeros(1 + {RANK} // 3))\n")
+NO_SEND = add(LOSS, f"        if {RANK}:\n            dist.recv(torch.zeros(1), 0)\n")
+# Rank 3 has another size where FSDP gathers the weights of the block.
+LARGER = add(LAYER, f"        self.extra = nn.Parameter(torch.ones({RANK} // 3 * 8 + 8))\n")
+LARGER |= {HEAD: HEAD[1].rstrip() + " * self.extra[0]\n"}
+
+
 @pytest.mark.parametrize(
-    ("parallelism", "ranks", "line", "added", "named"),
+    ("parallelism", "ranks", "changes", "named", "file"),
     [
-        ("fsdp", 4, LOSS, f"        if {RANK} == 0:\n{REDUCE}", "rank(s) [0] in allreduce torch.float32[1]"),
-        ("pipeline", 2, HEAD, "", "rank(s) [1] in allreduce torch.float32[3] over world at model.py:"),
+        ("fsdp", 4, ON_RANK_0, "rank(s) [0] in allreduce torch.float32[1]", "task.py"),
+        ("pipeline", 2, ON_A_STAGE, "rank(s) [1] in allreduce torch.float32[3] over world at model.py:", "model.py"),
         *weekly(
-            ("fsdp", 4, LOSS, f"        if {RANK} > 0:\n{REDUCE}", "rank(s) [1, 3] in allreduce torch.float32[1]"),
-            (
-                "fsdp",
-                4,
-                LAYER,
-                f"        self.extra = nn.Parameter(torch.ones({RANK} // 3 * 8 + 8))\n",
-                "rank(s) [3] in",
-            ),
-            ("tensor", 4, LOSS, f"        dist.all_reduce(torch.zeros(1 + {RANK} // 3))\n", "rank(s) [3] in allreduce"),
-            ("mesh", 4, LOSS, TWO_GROUPS, "rank(s) [0, 1, 3] in allreduce torch.float32[1]"),
-            ("fsdp", 2, LOSS, f"        if {RANK}:\n            dist.recv(torch.zeros(1), 0)\n", "rank(s) [1] in recv"),
+            ("fsdp", 4, ON_OTHER_RANKS, "rank(s) [1, 3] in allreduce torch.float32[1]", "task.py"),
+            ("fsdp", 4, LARGER, "rank(s) [3] in", "parallel.py"),
+            ("tensor", 4, OTHER_SHAPE, "rank(s) [3] in allreduce", "task.py"),
+            ("mesh", 4, add(LOSS, TWO_GROUPS), "rank(s) [0, 1, 3] in allreduce torch.float32[1]", "task.py"),
+            ("fsdp", 2, NO_SEND, "rank(s) [1] in recv", "task.py"),
         ),
     ],
+    ids=["rank 0", "a stage", "other ranks", "a larger parameter", "another shape", "another order", "no send"],
 )
 def test_messages_that_do_not_match_are_named(
-    bake: Bake, parallelism: str, ranks: int, line: tuple[str, str], added: str, named: str
+    bake: Bake, parallelism: str, ranks: int, changes: Changes, named: str, file: str
 ) -> None:
     project = bake(parallelism=parallelism, task="language")
-    if line == HEAD:
-        added = "        __import__('torch').distributed.all_reduce(self.linear.weight.new_zeros(3))\n"
-        edit(project, {line: added + line[1]})
-    else:
-        edit(project, {line: line[1] + added})
-    if line == LAYER:
-        edit(project, {HEAD: HEAD[1].rstrip() + " * self.extra[0]\n"})
+    edit(project, changes)
     layout = LAYOUTS["tensor"].split() if parallelism == "tensor" else []
-    result = run_alone(project, "rehearse", "--ranks", str(ranks), *layout, code=1)
-    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: messages do not match: "), result.stderr
-    # The size of a block's weights differs where FSDP gathers them.
-    assert named in result.stderr and ("parallel.py:" if line == LAYER else f"{line[0]}:") in result.stderr
+    error = run_alone(project, "rehearse", "--ranks", str(ranks), *layout, code=1).stderr
+    assert error.count("\n") == 1 and error.startswith("error: messages do not match: "), error
+    assert named in error and f"{file}:" in error
 
 
 GATHERS = f"""        dist.gather(torch.zeros(2), [torch.zeros(2) for _ in range(4)] if {RANK} == 0 else None)
@@ -95,7 +97,7 @@ BUILT = ("model.py", "    return nn.Sequential(blocks)\n")
 @pytest.mark.parametrize(
     ("parallelism", "changes"),
     [
-        ("fsdp", {LOSS: LOSS[1] + GATHERS}),
+        ("fsdp", add(LOSS, GATHERS)),
         ("pipeline", {BUILT: "    blocks['block1'].requires_grad_(False)\n" + BUILT[1]}),
     ],
     ids=["a root and a ring", "a stage that trains nothing"],
