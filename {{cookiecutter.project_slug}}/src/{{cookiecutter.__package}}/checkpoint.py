@@ -159,7 +159,8 @@ class Checkpointer:
     def begin_save(self, progress: dict[str, int]) -> Content:
         """Wait, check the weights, average buffers, and return what is equal on all ranks."""
         self.wait_for_writers()
-        for name, parameter in self.parallel.module.named_parameters():
+        module = self.parallel.module
+        for name, parameter in module.named_parameters():
             if parameter.requires_grad:  # A frozen one may be a mask, and hold infinity.
                 if parameter not in self.trained_parameters:
                     # A resumed run would not train it: it builds its optimizer at the start.
@@ -170,7 +171,7 @@ class Checkpointer:
                 if not parameter.sum().isfinite():
                     raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
         self.parallel.average_buffers()
-        for name, buffer in self.parallel.module.named_buffers():
+        for name, buffer in module.named_buffers():
             if buffer.isnan().any():  # A mask may hold infinity.
                 raise UserError(f"step {progress['step']} is not saved: {name} has NaN")
         # Some optimizers, such as Prodigy, keep numbers in their groups. The settings have others.

@@ -231,7 +231,7 @@ class StopSignal:
         if not must_check and self.steps_since_check < self.steps_between_checks:
             return False
         received = self.process.rank == 0 and self.process.store.check(["stop"])
-        seconds = max(time.monotonic() - self.last_check, 1e-6)
+        seconds = time.monotonic() - self.last_check
         steps_until_check = CHECK_SECONDS * self.steps_since_check / seconds
         # Rank 0 does not wait in a broadcast: only a barrier times out on all ranks if one hangs.
         dist.barrier(group=self.process.cpu_group)

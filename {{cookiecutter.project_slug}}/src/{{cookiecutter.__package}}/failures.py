@@ -117,7 +117,7 @@ def report_silent_ranks(description: str, process: Process) -> tuple[str, bool]:
     store = process.store
     store.set(f"waited{process.rank}", "")
     # A timeout means that a rank reports nothing; a closed connection, that a process died.
-    timed_out = "timeout" in description.lower() or "timed out" in description.lower()
+    timed_out = re.search("timeout|timed out", description.lower())
     silent_ranks = list[int]()
     # The first rank to add 1 searches: if all did, requests would grow with the square of ranks.
     if timed_out and store.add("searching_ranks", 1) == 1:

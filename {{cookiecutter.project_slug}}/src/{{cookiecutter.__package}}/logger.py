@@ -83,11 +83,9 @@ class Logger:
 
     def print(self, text: str) -> None:
         """Print one line on rank 0."""
-        if not self.is_main:
-            return
-        # The reader of a pipe, such as `head`, may be gone. The run continues: the file has it all.
-        with suppress(OSError):
-            print(text, flush=True)
+        if self.is_main:
+            with suppress(OSError):  # The reader of a pipe, such as `head`, may be gone.
+                print(text, flush=True)
 
     def best_steps(self, task: Any) -> list[int]:
         """Return the evaluated steps, sorted by ``Task.best_metric`` with the best step first."""

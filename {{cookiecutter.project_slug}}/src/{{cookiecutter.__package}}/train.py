@@ -205,9 +205,11 @@ class Trainer:
     def sum_bits(self) -> Any:
         """Return what micro-batches must not change: the task, and sums of the bits of weights."""
         sums: Any = {"Task": repr(vars(self.task))}
-        weights = self.parallel.module.state_dict()
-        weights |= self.task.frozen_modules.state_dict(prefix="Task.")
-        for name, value in weights.items():
+        modules = torch.nn.ModuleDict(
+            {"model": self.parallel.module, "Task": self.task.frozen_modules}
+        )
+        # A state_dict lacks buffers that are not saved.
+        for name, value in [*modules.state_dict().items(), *modules.named_buffers()]:
             # BatchNorm's statistics are averaged before a save. DTensors are skipped: forward has
             # gathered copies, which parallel.py checks.
             if type(value) is torch.Tensor and not name.endswith(
@@ -215,7 +217,8 @@ class Trainer:
             ):
                 # A sum of another type would take memory for all numbers in that type.
                 integer = getattr(torch, f"int{8 * value.itemsize}")
-                sums[name] = value.view(integer).sum(dtype=integer)
+                # A buffer that has another shape now, such as a longer table, is another buffer.
+                sums[f"{name} {[*value.shape]}"] = value.view(integer).sum(dtype=integer)
         return sums
 
     def check_finite(self, steps: list[dict[str, float]]) -> None:
@@ -223,8 +226,7 @@ class Trainer:
         scaler = self.parallel.scaler
         # The scaler skips a step that overflows, and halves its scale; below 1, that is no help.
         overflow_is_skipped = scaler.is_enabled() and scaler.get_scale() >= 1
-        first_step = self.step - len(steps) + 1
-        for step, numbers in enumerate(steps, start=first_step):
+        for step, numbers in enumerate(steps, start=self.step - len(steps) + 1):
             for name, number in numbers.items():
                 if math.isfinite(number):
                     continue
