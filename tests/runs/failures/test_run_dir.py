@@ -285,7 +285,7 @@ def test_weights_that_are_not_finite_are_not_saved(bake: Bake, parallelism: str)
     project = bake(parallelism=parallelism)
     words = ["--optim.lr", "3e37", "--optim.warmup_steps", "0", "--checkpoint.every_steps", "1"]
     err = train_alone(project, *words, *(SHARDED[:2] if parallelism == "fsdp" else []), code=2)
-    assert re.search(r"step 1 is not saved: \S+ is not finite", err) and err.count("\n") == 1, err
+    assert "step 1 is not saved: weights are not finite" in err and err.count("\n") == 1, err
     assert not names(project)
 
 

@@ -200,12 +200,7 @@ def check(subcommand: str, config: Config, options: Namespace) -> None:
         check_writable(config.run.dir)
 
 
-def run(
-    subcommand: str,
-    config: Config,
-    options: Namespace,
-    given: set[str],
-) -> None:
+def run(subcommand: str, config: Config, options: Namespace, given: set[str]) -> None:
     """Run a subcommand; ``given`` has the names of the options on the command line."""
     # PyTorch takes seconds to import, so nothing here is imported before the settings are checked.
     if subcommand == "export":

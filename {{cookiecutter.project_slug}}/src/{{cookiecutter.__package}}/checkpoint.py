@@ -160,6 +160,7 @@ class Checkpointer:
         """Wait, check the weights, average buffers, and return what is equal on all ranks."""
         self.wait_for_writers()
         module = self.parallel.module
+        trained_shards = []
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:  # A frozen one may be a mask, and hold infinity.
                 if parameter not in self.trained_parameters:
@@ -168,8 +169,11 @@ class Checkpointer:
                         f"step {progress['step']} is not saved: "
                         f"{name} is trained, but the optimizer lacked it at the start"
                     )
-                if not parameter.sum().isfinite():
-                    raise UserError(f"step {progress['step']} is not saved: {name} is not finite")
+                # A rank that finds infinity in its shards ends all: nothing has to be sent.
+                is_sharded = hasattr(parameter, "to_local")
+                trained_shards.append(parameter.to_local() if is_sharded else parameter)
+        if not nn.utils.get_total_norm(trained_shards).isfinite():
+            raise UserError(f"step {progress['step']} is not saved: weights are not finite")
         self.parallel.average_buffers()
         for name, buffer in module.named_buffers():
             if buffer.isnan().any():  # A mask may hold infinity.

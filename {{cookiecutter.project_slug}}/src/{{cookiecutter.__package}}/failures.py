@@ -128,8 +128,10 @@ def report_silent_ranks(description: str, process: Process) -> tuple[str, bool]:
         # Rank 0 prints, and waits for what the searching rank finds. Others just leave.
         wait_for_reason(process, REPORT_SECONDS + 1)
     if silent_ranks:
-        names = ", ".join(map(str, silent_ranks))
-        reason = f"no report from rank(s) {names}, which died, hang or are late"
+        reason = (
+            f"no report from rank(s) {', '.join(map(str, silent_ranks))}, "
+            "which died, hang or are late"
+        )
         store.compare_set("failure", "", f"{reason} ({description[:200]})")
     reason = f"a rank died or left ({description[:200]})"
     if store.check(["failure"]):

@@ -89,19 +89,18 @@ class Loader(DataLoader[Any]):
 
 def build_loader(dataset: Any, batches: Any, config: Config, device: torch.device) -> Loader:
     """Build a loader of batches of keys, whose tensors are on the CPU."""
-    options: dict[str, Any] = {
-        "batch_sampler": batches,
-        "collate_fn": collate_fn,
-        "pin_memory": device.type == "cuda",
-    }
-    if config.data.num_workers:
-        options |= {
-            "num_workers": config.data.num_workers,
-            "persistent_workers": True,
-            "multiprocessing_context": "spawn",  # A fork of gloo's threads could deadlock.
-            "worker_init_fn": end_without_rank,
-        }
-    return Loader(Seeded(dataset, config.run.seed), **options)
+    num_workers = config.data.num_workers
+    return Loader(
+        Seeded(dataset, config.run.seed),
+        batch_sampler=batches,
+        collate_fn=collate_fn,
+        pin_memory=device.type == "cuda",
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        # A fork of gloo's threads could deadlock.
+        multiprocessing_context="spawn" if num_workers else None,
+        worker_init_fn=end_without_rank,
+    )
 
 
 def end_without_rank(_: int) -> None:

@@ -146,12 +146,12 @@ def write_provenance(path: Path, process: Process, step: int) -> None:
         "step": step,
         "earlier": earlier,
     }
-    command = ["git", "-C", str(Path(__file__).parent), "status", "--branch", "--porcelain=v2"]
+    command = ["git", "status", "--branch", "--porcelain=v2"]
     # Nothing is known of the commit without git, or outside of a repository.
     with suppress(OSError, subprocess.SubprocessError):
         # The first line is "# branch.oid COMMIT". Lines about changed files come last, without "#".
         lines = subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=30
+            command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True, timeout=30
         ).splitlines()
         content["git_commit"] = lines[0].split()[2]
         content["git_dirty"] = not lines[-1].startswith("#")

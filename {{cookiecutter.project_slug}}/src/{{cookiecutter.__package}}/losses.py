@@ -20,20 +20,19 @@ class MeanLosses:
         self.task = task
         self.parallel = parallel
         self.num_microbatches = num_microbatches  # Those of the global batch.
+        # Ranks that have parts of one copy of the model read the same samples.
+        self.num_copies = parallel.process.world_size // parallel.dp_size
 
     @torch.no_grad()
     def set_weight(self, microbatches: list[Any]) -> None:
         """Begin a step: find what losses are divided by, the mean weight of all micro-batches."""
         self.parts = StepLosses()
-        self.weights = -torch.zeros(self.num_microbatches, device=self.parallel.device).float()
+        self.weights = torch.zeros(self.num_microbatches, device=self.parallel.device).float()
         for number, (_, targets) in zip(self.parallel.microbatches, microbatches, strict=True):
             # An assignment would copy a number to the device, and wait for it.
             self.weights[number].fill_(self.task.weight(targets))
-        # Other ranks have -0 there, whose bits are the least integer. So a maximum gathers the bits
-        # of each weight, even of NaN. It is exact, even of copies, and overlaps with forward.
-        self.message = dist.all_reduce(
-            self.weights.view(torch.int32), dist.ReduceOp.MAX, async_op=True
-        )
+        # Ranks with other samples have zeros there: the sum is exact, and overlaps with forward.
+        self.message = dist.all_reduce(self.weights, async_op=True)
 
     def mean_loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return what a micro-batch adds to the mean loss; adds all its losses to ``parts``."""
@@ -41,7 +40,8 @@ class MeanLosses:
         if not isinstance(losses, dict) or losses.keys() & {"loss", "grad_norm"} != {"loss"}:
             raise UserError(f"Task.losses returns {losses}; return a dictionary with `loss`")
         self.message.wait()
-        mean_weight = self.weights.mean().clamp(min=1e-30)  # Never divide by 0.
+        mean_weight = self.weights.mean() / self.num_copies
+        mean_weight = mean_weight.clamp(min=1e-30)  # Never divide by 0.
         means = {name: loss / mean_weight for name, loss in losses.items()}
         self.parts.append({name: mean.detach() for name, mean in means.items()})
         # Gradients are added up over all micro-batches, and so become those of the mean.

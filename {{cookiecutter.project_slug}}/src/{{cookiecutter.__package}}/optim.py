@@ -22,9 +22,10 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
             # Sharded parameters have a mesh, and a fused kernel takes those of one mesh only.
             mesh = getattr(parameter, "device_mesh", None)
             members[weight_decay, mesh].append(parameter)
-    groups = []
-    for (weight_decay, _), parameters in members.items():
-        groups.append({"params": parameters, "weight_decay": weight_decay})
+    groups = [
+        {"params": parameters, "weight_decay": weight_decay}
+        for (weight_decay, _), parameters in members.items()
+    ]
     # On a CPU, the fused kernel rounds the last numbers of a tensor in another way, and shards of a
     # tensor end elsewhere. One call for all tensors is the fastest of the others.
     return torch.optim.AdamW(

@@ -210,8 +210,7 @@ class Trainer:
         )
         # A state_dict lacks buffers that are not saved.
         for name, value in [*modules.state_dict().items(), *modules.named_buffers()]:
-            # BatchNorm's statistics are averaged before a save. DTensors are skipped: forward has
-            # gathered copies, which parallel.py checks.
+            # BatchNorm's statistics are averaged before a save. parallel.py checks DTensors.
             if type(value) is torch.Tensor and not name.endswith(
                 ("running_mean", "running_var", "num_batches_tracked")
             ):
