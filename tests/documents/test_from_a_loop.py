@@ -91,7 +91,7 @@ def test_without_no_sync_each_micro_batch_sends(bake: Bake) -> None:
     program = program.replace(
         "images, labels = (tensor.to(device) for", 'print("calls", len(calls))\nimages, labels = (tensor.to(device) for'
     )
-    shown = re.findall(r"(\d+) times per epoch in place of (\d+)", (DOCS / "loop-on-gpus.md").read_text())[0]
+    shown = re.findall(r"(\d+) times per epoch instead of (\d+)", (DOCS / "loop-on-gpus.md").read_text())[0]
     for text, each in ((program.replace("ddp.no_sync()", "nullcontext()"), shown[0]), (program, shown[1])):
         (project / "counted.py").write_text(text)
         out = run(BIN / "torchrun", "--standalone", "--nproc-per-node", "1", "counted.py", cwd=project).stdout

@@ -204,12 +204,21 @@ def test_the_first_use_of_a_word_leads_to_the_glossary(name: str) -> None:
     for word in set(words) - explained:
         first = re.search(rf"@?(?<![\w-]){word.removesuffix('y')}(y|ies|e?s|ed|ing|)(?![\w-])", page, re.IGNORECASE)
         assert not first or first[0][0] == "@", (word, page[max(0, first.start() - 40) :][:80])
+        linked = re.findall(rf"@{word.removesuffix('y')}(?:y|ies|e?s|ed|ing|)(?![\w-])", page, re.IGNORECASE)
+        assert len(linked) <= 1, (word, linked)
 
 
 def test_files_that_a_strategy_changes_are_those_of_the_page() -> None:
     page = DOCS / "strategies.md"
     command, (shown,) = blocks(page, "bash")[1], blocks(page, "text")
     assert run("bash", "-ec", command, cwd=TEMPLATE).stdout == shown
+
+
+def test_lines_that_the_page_shows_of_a_diff_are_there_in_this_order() -> None:
+    (shown,) = blocks(DOCS / "strategies.md", "diff")
+    lines = iter((DOCS / "diffs" / "fsdp.diff").read_text().splitlines())
+    for line in shown.splitlines():
+        assert line in lines, line  # The iterator continues after the line before.
 
 
 @pytest.mark.weekly
