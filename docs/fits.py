@@ -18,6 +18,7 @@ def rows(parameters, blocks, width, tokens):
     return {
         "ddp": (state, 2 * half),
         "fsdp": (shard + 4 * parameters / blocks, MICROBATCHES * 3 * half),
+        "fsdp, bf16": (shard + 2 * parameters / blocks, MICROBATCHES * 2 * half),
         "fsdp, reshard_after_forward false": (shard + 4 * parameters, MICROBATCHES * 2 * half),
         "tensor": (shard, MICROBATCHES * blocks * 4 * 2 * (RANKS - 1) / RANKS * activation),
         "pipeline, a stage in the middle": (shard, MICROBATCHES * 2 * activation),

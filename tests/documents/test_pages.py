@@ -100,7 +100,7 @@ def test_a_ring_ends_with_all_sums() -> None:
 def test_what_fits_is_what_the_formulas_give() -> None:
     page = (DOCS / "fits.md").read_text()
     rows = run(BIN / "python", DOCS / "fits.py", cwd=TEMPLATE).stdout.splitlines()
-    assert len(rows) == 5 and all(f"\n{row}\n" in page for row in rows)
+    assert len(rows) == 6 and all(f"\n{row}\n" in page for row in rows)
     state, sent = 16 * 7e9, 3 * 7 / 8 * 4 * 7e9
     holds, seconds, an_eighth = re.findall(r"are (\d+) GB.*take ([\d.]+) s; .* eighth, ([\d.]+) s", page, re.DOTALL)[0]
     assert float(holds) == state / 1e9
