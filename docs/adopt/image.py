@@ -34,6 +34,12 @@ with np.load("src/my_experiment/digits.npz") as arrays:
 train_set = Digits(images[:1200], labels[:1200], augment=True)
 validation_set = Digits(images[1200:], labels[1200:], augment=False)
 
+
+def describe(optimizer):  # witness
+    groups = optimizer.param_groups  # witness
+    return [{**group, "params": sum(each.numel() for each in group["params"])} for group in groups]  # witness
+
+
 torch.manual_seed(0)
 model = nn.Sequential(
     nn.Conv2d(1, 16, kernel_size=3, padding=1),
@@ -58,7 +64,7 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        steps.append([loss.item(), optimizer.param_groups[0]["lr"]])  # witness
+        steps.append([loss.item(), describe(optimizer)])  # witness
     scheduler.step()
     with torch.no_grad():
         images, labels = validation_set[:]

@@ -42,6 +42,11 @@ def mean_loss(predictions, y, weight):
     return (weight * (predictions - y) ** 2).sum() / weight.sum()
 
 
+def describe(optimizer):  # witness
+    groups = optimizer.param_groups  # witness
+    return [{**group, "params": sum(each.numel() for each in group["params"])} for group in groups]  # witness
+
+
 torch.manual_seed(0)
 model = Perceptron(64)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, eps=1e-4, weight_decay=1e-3)
@@ -58,7 +63,7 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        steps.append([loss.item(), optimizer.param_groups[0]["lr"]])  # witness
+        steps.append([loss.item(), describe(optimizer)])  # witness
     with torch.no_grad():
         validated = mean_loss(model(x[validation]), y[validation], weight[validation])
     print(f"epoch {epoch}: loss {loss.item():.4f}, validation loss {validated:.4f}")

@@ -53,6 +53,11 @@ def factor(step):
     return (step + 1) / WARMUP if step < WARMUP else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
 
 
+def describe(optimizer):  # witness
+    groups = optimizer.param_groups  # witness
+    return [{**group, "params": sum(each.numel() for each in group["params"])} for group in groups]  # witness
+
+
 torch.manual_seed(0)
 model = Transformer(len(characters))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -72,7 +77,7 @@ for _ in range(STEPS):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    steps.append([total, scheduler.get_last_lr()[0]])  # witness
+    steps.append([total, describe(optimizer)])  # witness
     scheduler.step()
 with torch.no_grad():
     print(f"validation loss {get_loss(validation, range(0, len(validation) - LENGTH, LENGTH)):.3f}")

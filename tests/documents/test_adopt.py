@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 
@@ -14,9 +16,14 @@ NAMES = ["image", "text", "table"]
 WEEKLY = [pytest.param(name, marks=pytest.mark.long if name == "image" else pytest.mark.weekly) for name in NAMES]
 WRONG: dict[str, tuple[str, str, dict[str, str], str]] = {  # Script, file, {right: wrong}, and what is reported.
     "mean": ("image", "task.py", {'"sum")}': '"mean")}'}, "from step 1: initial weights, loss scaling or data differ"),
-    "epsilon": ("table", "optim.py", {"eps=config.eps, ": ""}, "from step 2: optimizer"),
-    "momentum": ("image", "optim.py", {"momentum=config.momentum, ": ""}, "from step 3, growing: optimizer"),
+    "epsilon": ("text", "optim.py", {"eps=config.eps": "eps=1e-6"}, "from step 1: optimizer (eps is {'1e-06': "),
     "schedule": ("text", "optim.py", {"config.decay_steps -": "total_steps -"}, "from step 12: schedule"),
+    "length": (
+        "text",
+        "text.py",
+        {"STEPS, WARMUP = 32, 8, 4, 200,": "STEPS, WARMUP = 32, 8, 4, 190,"},
+        "steps: the script has taken 190, and the project takes 200",
+    ),
     "order": (
         "image",
         "image.py",
@@ -27,7 +34,7 @@ WRONG: dict[str, tuple[str, str, dict[str, str], str]] = {  # Script, file, {rig
         "table",
         "task.py",
         {" ** 2).sum()}": " ** 2).sum() / weight.sum() * len(y)}", "targets[1].sum()": "len(targets[0])"},
-        "on 2 ranks alone: the result depends on the split",
+        "on micro-batches of 64: the result depends on the micro-batch",
     ),
 }
 
@@ -67,9 +74,9 @@ def test_the_first_losses_are_those_of_the_script(bake: Bake, name: str) -> None
     (commands,) = blocks(ADOPT.with_suffix(".md"), "bash")
     printed = run("bash", "-ec", commands.replace("image", name), cwd=project).stdout
     measured = re.findall(r"^(\d) rank.* of 20 losses (\S+)$", printed, re.MULTILINE)
-    assert [nproc for nproc, _ in measured] == ["1", "2"]
+    assert [nproc for nproc, _ in measured] == ["1", "1", "2"]
     assert max(float(value) for _, value in measured) <= 1e-6  # Above it, the check looks for a cause.
-    shown = re.findall(rf"^\| \[{name}.py\].*? \| (\S+) \| (\S+) \|$", PAGE, re.MULTILINE)
+    shown = re.findall(rf"^\| \[{name}.py\].*? \| (\S+) \| (\S+) \| (\S+) \|$", PAGE, re.MULTILINE)
     print(f"{name}: {measured}, and on the page {shown}")
     assert len(shown) == 1 and max(map(float, shown[0])) <= 1e-6
 
@@ -98,6 +105,26 @@ def test_a_wrong_edit_is_named(bake: Bake, fault: str) -> None:
     record(project, script)
     assert f"AssertionError: {sentence}" in check(project, code=1)
     assert sentence in PAGE
+
+
+STEP = [2.3, [{"params": 9, "lr": 0.1}]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "named"),
+    [
+        ("", "witness/steps.json has 0 steps; 20 are compared"),
+        (json.dumps([STEP]), "witness/steps.json has 1 steps"),
+        (json.dumps([STEP, [math.nan, STEP[1]]] * 10), "step 2 of witness/steps.json is [nan, "),
+        (json.dumps([[0.0, STEP[1]]] * 20), "step 1 of witness/steps.json is [0.0, "),
+    ],
+)
+def test_a_record_that_shows_nothing_is_refused(bake: Bake, steps: str, named: str) -> None:
+    project = bake()
+    adopt(project, "table")
+    (project / "witness").mkdir()
+    (project / "witness" / "steps.json").write_text(steps)
+    assert f"AssertionError: {named}" in check(project, code=1)
 
 
 def replace(text: str, changes: dict[str, str]) -> str:

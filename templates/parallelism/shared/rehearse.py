@@ -69,6 +69,8 @@ class Recorder(FakeTensorMode):
             self.running_operations += 1  # The mode may call this again, from inside.
             try:
                 outputs = super().__torch_dispatch__(func, types, args, kwargs)
+            except RuntimeError as error:  # Its own type of error cannot leave this process.
+                raise RuntimeError(f"{func} cannot run without values: {error}") from error
             finally:
                 self.running_operations -= 1
         if self.running_operations == 0:
@@ -131,7 +133,7 @@ def rehearse_rank(config: Any, world_size: int, rank: int) -> tuple[Any, ...]:
         # Tensors without values have attributes, and no storage that could be copied.
         patch.multiple(sharded, refuse_hooks=lambda _: None, DefaultStager=DEFAULT),
         patch.object(parallel.Parallel, "load_full_state_dict", lambda *_: None),
-        patch.object(Tensor, "isfinite", lambda _: True),
+        patch.object(Tensor, "isfinite", lambda _, is_finite=torch.tensor(True): is_finite),
         patch.object(dist, "new_group", lambda ranks=None, *_, **__: c10d.new_group(ranks)),
         patch.multiple(dist, send_object_list=DEFAULT, recv_object_list=DEFAULT),
         patch.multiple(sharded.Checkpointer, write=DEFAULT, write_shards=DEFAULT),
@@ -152,13 +154,11 @@ def run(trainer: Any, datasets: Any, recorder: Recorder) -> tuple[Any, ...]:
         recorder.peak = recorder.flops = 0
         trainer.unlogged_steps.append(trainer.train_step(batch))
         trainer.step += 1
-    step = recorder.messages[start:]
     parameters = list(trainer.parallel.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    state = list(trainer.optimizer.state.values())
-    sizes = [count_bytes(tensors) for tensors in (parameters, trained, state)]
+    sizes = [count_bytes(tensors) for tensors in (parameters, trained, trainer.optimizer.state)]
     sizes += [recorder.peak - sum(sizes), recorder.peak]
-    flops = recorder.flops
+    measured = (recorder.messages[start:], sizes, recorder.flops)
     trainer.save()
     evaluator = trainer.evaluator
     evaluator.batches = evaluator.batches[:1]
@@ -166,7 +166,7 @@ def run(trainer: Any, datasets: Any, recorder: Recorder) -> tuple[Any, ...]:
     evaluator.to_numpy = dict  # Metrics of batches have no values.
     trainer.parallel.module.eval()
     evaluator.measure()
-    return recorder.messages, step, sizes, flops
+    return recorder.messages, *measured
 
 
 def build_batch(samples: Any, size: int) -> Any:
