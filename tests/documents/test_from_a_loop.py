@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BIN, TEMPLATE, Bake, blocks, launch, run, run_python
+from conftest import BIN, TEMPLATE, Bake, blocks, free_ports, launch, run, run_python, started
 from torch.utils.data import DataLoader, DistributedSampler
 
 DOCS = TEMPLATE / "docs"
@@ -76,6 +76,22 @@ def test_an_epoch_has_the_steps_of_the_answer() -> None:
         sampler = DistributedSampler(samples, num_replicas=ranks, rank=0, drop_last=True)
         assert len(DataLoader(samples, size, sampler=sampler, drop_last=True)) == expected
         assert size * ranks == (batch if size * ranks > 64 else 64)
+
+
+@pytest.mark.weekly
+def test_launchers_of_two_machines_start_one_run(bake: Bake) -> None:
+    project, page = bake(), DOCS / "loop-on-gpus.md"
+    (program,) = blocks(page, "python")
+    (project / "gpu_loop.py").write_text(program)
+    flags = r"`(--nnodes \S+ --node-rank) 0` [^`]*`(--master-addr) HEAD (--master-port) \d+`"
+    nodes, address, port = re.findall(flags, page.read_text())[0]
+    flags = f"{address} localhost {port} {free_ports(1)[0]} --nproc-per-node 1 gpu_loop.py"
+    commands = [f"{nodes} {number} {flags}".split() for number in range(2)]
+    with started(BIN / "torchrun", *commands[0], cwd=project, OMP_NUM_THREADS="1") as launcher:
+        second = run(BIN / "torchrun", *commands[1], cwd=project, OMP_NUM_THREADS="1").stdout
+        printed = f"{launcher.communicate()[0]}{second}"
+    shown = next(block for block in blocks(page, "text") if "epoch 2" in block)
+    assert_same("\n".join(re.findall(r"^.*epoch 2.*|^.*right$", printed, re.MULTILINE)), shown)
 
 
 @pytest.mark.weekly
