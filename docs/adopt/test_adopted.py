@@ -98,7 +98,7 @@ def describe(optimizer: Any) -> list[Any]:
 def test_the_first_steps_are_those_of_the_script(tmp_path: Path) -> None:
     losses = [loss for loss, _ in read_witness()[:STEPS]]
     records = train(tmp_path / "1", 1)
-    differences = compare(records, losses, "1 rank, beside the script")
+    differences = compare(records, losses, "1 rank and the script")
     # What explains a difference looks for one, so it is only called if there is one.
     assert max(differences) <= CAUSE, explain(differences, records)
     # Two ranks have micro-batches that one rank may have, too: what differs there is no split.
@@ -107,13 +107,13 @@ def test_the_first_steps_are_those_of_the_script(tmp_path: Path) -> None:
     size = math.gcd(config.data.micro_batch_size or batch_size, batch_size // 2)
     words = ("--data.micro_batch_size", str(size))
     smaller = train(tmp_path / "smaller", 1, *words)
-    differences = compare(smaller, losses, f"1 rank, micro-batches of {size}, beside the script")
+    differences = compare(smaller, losses, f"1 rank, micro-batches of {size}, and the script")
     assert max(differences) <= TOLERANCE, (
         f"on micro-batches of {size}: the result depends on the micro-batch; {EXPERIMENT}. If it "
         "finds nothing, a kink such as ReLU's or a large learning rate makes rounding grow"
     )
     split = train(tmp_path / "2", 2, *words)
-    differences = compare(split, [each["loss"] for each in smaller], "2 ranks, beside 1 rank")
+    differences = compare(split, [each["loss"] for each in smaller], "2 ranks and 1 rank")
     assert max(differences) <= CAUSE, f"on 2 ranks: the result depends on the split; {EXPERIMENT}"
 
 
