@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from signal import SIGKILL
+from textwrap import dedent
 from typing import Any
 from uuid import uuid4
 
@@ -156,6 +157,14 @@ def started(*words: str | Path, cwd: Path, **environment: str) -> Iterator[subpr
                     os.kill(pid, SIGKILL)
 
 
+def commit(folder: Path) -> None:
+    """Commit all files of a folder, in a git repository that is created if there is none."""
+    identity = ("-c", "user.name=Test", "-c", "user.email=test@example.org")
+    run("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
+    run("git", "add", "--all", cwd=folder)
+    run("git", *identity, "commit", "--quiet", "--no-verify", "--message", "all", cwd=folder)
+
+
 def run(*words: str | Path, cwd: Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command until all that holds its output has ended, and check its exit code."""
     with started(*words, cwd=cwd, **environment) as process:
@@ -167,6 +176,22 @@ def run(*words: str | Path, cwd: Path, code: int = 0, **environment: str) -> sub
 def run_python(project: Path, script: str, *words: str | Path) -> str:
     """Run a script with the package of a project; returns what it printed."""
     return run(BIN / "python", "-c", script, *words, cwd=project, PYTHONPATH="src").stdout
+
+
+TRAINER = """
+import sys, torch
+from my_experiment.__main__ import parse
+from my_experiment.distributed import cleanup, rendezvous, setup
+from my_experiment.train import Trainer
+_, config, _ = parse(sys.argv[1:])
+setup(config, process := rendezvous(config))
+trainer = Trainer(config, process)
+"""
+
+
+def run_trainer(project: Path, script: str, *words: str | Path) -> str:
+    """Run a script with the trainer of a command, in one process; returns what it printed."""
+    return run_python(project, f"{TRAINER}{dedent(script)}\ncleanup(process)", *words)
 
 
 def launch(project: Path, *words: str | Path, nproc: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ from conftest import (
     TEMPLATE,
     Bake,
     blocks,
+    commit,
     copy_template,
     edit,
     find_processes,
@@ -27,6 +28,7 @@ from conftest import (
     render_copy,
     run,
     run_python,
+    run_trainer,
     started,
     wait_until,
 )
@@ -83,9 +85,7 @@ def test_a_recipe_is_a_small_edit_that_applies_and_is_clean(edited: Callable[...
 @pytest.mark.long
 def test_make_recipes_moves_the_patches_to_a_changed_source(tmp_path: Path) -> None:
     template = copy_template(tmp_path / "template")
-    git = ("git", "-c", "user.name=x", "-c", "user.email=x@example.com")
-    for command in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message=x")):
-        run(*git, *command, cwd=template)
+    commit(template)
     source = template / "{{cookiecutter.project_slug}}" / "src" / "{{cookiecutter.__package}}" / "train.py"
     source.write_text(f"# A new line.\n{source.read_text()}")
     run(BIN / "python", "tests/documents/patches.py", cwd=template, PYTHONPATH=".:tests")
@@ -151,9 +151,7 @@ def assert_close(one: Path, two: Path) -> None:
 @pytest.mark.weekly
 def test_records_have_every_sample_once_and_the_changes_of_the_code(edited: Callable[..., Path]) -> None:
     project = edited("records")
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words_of_git in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
-        run(*git, *words_of_git, cwd=project)
+    commit(project)
     edit(project, {("task.py", 'reduction="sum")}'): 'reduction="sum") * 0.5}'})
     launch(project, *words("records"), *SMALL, "--run.dir", "run")
     *_, last = read_records(project / "run", "eval")
@@ -283,14 +281,8 @@ def test_what_is_computed_from_weights_that_are_not_drawn_ends_the_run(
 @pytest.mark.weekly
 def test_a_student_learns_from_the_frozen_teacher_of_the_file(edited: Callable[..., Path], tmp_path: Path) -> None:
     project = edited("distillation")
-    script = """if True:
-        import sys, torch
-        from my_experiment.__main__ import parse
-        from my_experiment.distributed import cleanup, rendezvous, setup
-        from my_experiment.train import Trainer
-        _, config, _ = parse(sys.argv[1:])
-        setup(config, process := rendezvous(config))
-        trainer, calls = Trainer(config, process), []
+    script = """
+        calls = []
         task, student = trainer.task, trainer.parallel.module
         task.teacher.register_forward_hook(lambda *_: calls.append(1))
         trainer.run()
@@ -306,10 +298,9 @@ def test_a_student_learns_from_the_frozen_teacher_of_the_file(edited: Callable[.
         expected = 0.1 * hard + 0.9 * 16 * (p * (p / q).log()).sum()
         loss = task.losses(student(inputs), targets)["loss"].double()
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-        cleanup(process)
     """
     command = [*words("distillation"), *SMALL, "--train.max_steps", "4", "--data.micro_batch_size", "16"]
-    assert "eval   step 4/4" in run_python(project, script, *command, "--run.dir", tmp_path)
+    assert "eval   step 4/4" in run_trainer(project, script, *command, "--run.dir", tmp_path)
     assert not [name for name in torch.load(tmp_path / "checkpoints/step-00000004.pt")["model"] if "teacher" in name]
 
 
@@ -349,13 +340,8 @@ def test_a_table_is_standardized_by_its_training_rows_and_r2_is_exact(
 
 
 TAKE_A_POISONED_STEP = """
-import copy, torch
-from my_experiment.__main__ import parse
-from my_experiment.distributed import cleanup, rendezvous, setup
-from my_experiment.train import Trainer
-config = parse(["train", "--run.dir", "runs/poisoned", "--distributed.device", "cpu"])[1]
-setup(config, process := rendezvous(config))
-trainer, states = Trainer(config, process), []
+import copy
+states = []
 (images, labels), *_ = next(trainer.batches())
 for factor in (1, torch.nan, 1):
     trainer.train_step([(images * factor, labels)])
@@ -364,7 +350,6 @@ for factor in (1, torch.nan, 1):
 def equal(ours, theirs):
     return [torch.equal(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) for key in a]
 assert all(equal(states[0], states[1])) and not any(equal(states[1], states[2]))
-cleanup(process)
 """
 
 
@@ -373,7 +358,7 @@ def test_a_step_with_a_poisoned_sample_is_skipped_on_all_ranks_and_changes_nothi
     edited: Callable[..., Path], tmp_path: Path
 ) -> None:
     project = edited("skip")
-    run_python(project, TAKE_A_POISONED_STEP)
+    run_trainer(project, TAKE_A_POISONED_STEP, "train", "--run.dir", "runs/poisoned", "--distributed.device", "cpu")
     dataset, end = project / "src" / "my_experiment" / "dataset.py", "        self.max_shift = max_shift\n"
     poisoned = end + '        if split == "train":\n            self.images[{}] = torch.nan\n'
     clean = dataset.read_text()
@@ -607,15 +592,8 @@ def test_adapters_alone_are_trained_and_merge_into_the_model_without_them(
     edited: Callable[..., Path], bake: Bake, tmp_path: Path
 ) -> None:
     project, original = edited("lora"), bake("original")
-    script = """if True:
-        import sys, torch
-        from my_experiment.__main__ import parse
+    script = """
         from my_experiment.dataset import build_datasets
-        from my_experiment.distributed import cleanup, rendezvous, setup
-        from my_experiment.train import Trainer
-        _, config, _ = parse(sys.argv[1:])
-        setup(config, process := rendezvous(config))
-        trainer = Trainer(config, process)
         model = trainer.parallel.module
         before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         trainer.run()
@@ -625,10 +603,9 @@ def test_adapters_alone_are_trained_and_merge_into_the_model_without_them(
         assert not any(torch.equal(now[name], value) for name, value in before.items())
         images = torch.stack([image for image, _ in build_datasets(config)[2]])
         torch.save(model.eval()(images).detach(), f"{config.run.dir}/outputs.pt")
-        cleanup(process)
     """
     command = (*words("lora"), *SMALL, "--run.dir", tmp_path)
-    run_python(project, script, *command)
+    run_trainer(project, script, *command)
     newest, (base,) = tmp_path / "checkpoints" / f"step-{STEPS:08d}.pt", project.glob("runs/base/checkpoints/*.pt")
     assert all(".adapter." in name for name in weights(tmp_path))
     assert newest.stat().st_size < base.stat().st_size / 10

@@ -6,26 +6,22 @@ import os
 import re
 import socket
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 import pytest
 from conftest import TEMPLATE, Bake, edit, launch, launch_on_full_disk, read_losses, run, started, wait_until
+from lines import FORWARD, LOADED, LOSSES, STEM, Changes, after, before
 
 pytestmark = [pytest.mark.weekly, pytest.mark.independent]
 
 ROWS = re.findall(r"^\| `(.+?)` \|", (TEMPLATE / "docs" / "symptoms.md").read_text(), re.MULTILINE)
 SMALL = "train --train.max_steps 4 --train.log_every 1 --data.global_batch_size 32 --distributed.device cpu".split()
 SMALL += ["--run.dir", "run"]
-LOSS = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}')
-NORM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
-FORWARD = ("model.py", "        return F.silu(self.norm(self.conv(images)))\n")
-LOADED = ("dataset.py", "        self.max_shift = max_shift\n")
 
 
-def on_last_rank(statement: str) -> dict[tuple[str, str], str]:
+def on_last_rank(statement: str) -> Changes:
     """Return an edit that executes something on rank 1, before the loss."""
-    return {LOSS: f'        if __import__("os").environ["RANK"] == "1":\n            {statement}\n{LOSS[1]}'}
+    return before(LOSSES, "import os, time", "if torch.distributed.get_rank() == 1:", f"    {statement}")
 
 
 def report(project: Path, *words: str, code: int, **environment: Any) -> str:
@@ -34,12 +30,12 @@ def report(project: Path, *words: str, code: int, **environment: Any) -> str:
 
 
 def hang(project: Path) -> str:
-    edit(project, on_last_rank('__import__("time").sleep(1e6)'))
+    edit(project, on_last_rank("time.sleep(1e6)"))
     return report(project, "--distributed.timeout_seconds", "6", code=1, STOP_SECONDS="3")
 
 
 def call_another_collective(project: Path) -> str:
-    edit(project, on_last_rank('__import__("torch").distributed.all_reduce(__import__("torch").ones(3))'))
+    edit(project, on_last_rank("torch.distributed.all_reduce(torch.ones(3))"))
     return report(project, "--distributed.timeout_seconds", "20", code=1)
 
 
@@ -49,7 +45,7 @@ def fail(project: Path) -> str:
 
 
 def be_killed(project: Path) -> str:
-    edit(project, on_last_rank(f'__import__("os").kill(__import__("os").getpid(), {int(SIGKILL)})'))
+    edit(project, on_last_rank("os.kill(os.getpid(), 9)"))
     return report(project, code=1)
 
 
@@ -58,19 +54,18 @@ def debug_in_detail(project: Path) -> str:
 
 
 def have_unused_parameters(project: Path) -> str:
-    edit(project, {NORM: NORM[1] + "        self.unused = nn.Linear(1, 1)\n"})
+    edit(project, after(STEM, "self.unused = nn.Linear(1, 1)"))
     return report(project, code=2).replace("['stem.unused.weight', 'stem.unused.bias']", "['unused.weight']")
 
 
 def count_calls(project: Path) -> str:
-    counter = "        self.register_buffer('calls', self.norm.weight.detach()[0])\n"
-    counted = "        self.calls += 1\n"
-    edit(project, {NORM: NORM[1] + counter, FORWARD: counted + FORWARD[1]})
+    counter = "self.register_buffer('calls', self.norm.weight.detach()[0])"
+    edit(project, after(STEM, counter) | before(FORWARD, "self.calls += 1"))
     return report(project, code=2)
 
 
 def explode(project: Path) -> str:
-    edit(project, {LOSS: LOSS[1].replace("F.cross", 'float("nan") * F.cross')})
+    edit(project, {("task.py", '{"loss": F'): '{"loss": float("nan") * F'})
     return report(project, code=2)
 
 
@@ -92,12 +87,12 @@ def fill_the_disk(project: Path) -> str:
 
 
 def hold_a_lambda(project: Path) -> str:
-    edit(project, {LOADED: LOADED[1] + "        self.crop = lambda image: image\n"})
+    edit(project, after(LOADED, "self.crop = lambda image: image"))
     return report(project, "--data.num_workers", "1", code=2)
 
 
 def hold_a_short_buffer(project: Path) -> str:
-    edit(project, {NORM: NORM[1] + "        self.register_buffer('short', self.norm.weight.detach().short())\n"})
+    edit(project, after(STEM, "self.register_buffer('short', self.norm.weight.detach().short())"))
     return report(project, code=1)
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, TEMPLATE, copy_template, render_copy, run
+from conftest import BIN, TEMPLATE, commit, copy_template, render_copy, run
 from faults import FAULTS, plant
 
 pytestmark = pytest.mark.independent
@@ -24,9 +24,7 @@ CAUGHT = r"(AssertionError|assert |Failed: )"
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the template's files in a git repository, with the same environment."""
-    copy_template(tmp_path)
-    run("git", "init", "--quiet", cwd=tmp_path)
-    run("git", "add", "--all", cwd=tmp_path)
+    commit(copy_template(tmp_path))
     return tmp_path
 
 

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BIN, Bake, copy_template, read_tree, run
+from conftest import BIN, Bake, commit, copy_template, read_tree, run
 
 PROJECT = "{{cookiecutter.project_slug}}"
 CRUFT = BIN / "cruft"
@@ -28,14 +28,6 @@ def project(repository: Path, tmp_path: Path) -> Path:
     run(CRUFT, "create", repository, "--no-input", "--output-dir", tmp_path, cwd=tmp_path)
     commit(tmp_path / "my-experiment")
     return tmp_path / "my-experiment"
-
-
-def commit(folder: Path) -> None:
-    """Commit all files of a folder, in a git repository that is created if there is none."""
-    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
-    run("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
-    run("git", "add", "--all", cwd=folder)
-    run("git", *identity, "commit", "--quiet", "--no-verify", "--message", "all", cwd=folder)
 
 
 def test_the_answers_that_cruft_keeps_can_be_read(project: Path) -> None:

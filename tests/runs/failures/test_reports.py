@@ -19,6 +19,7 @@ from conftest import (
     BIN,
     TEMPLATE,
     Bake,
+    commit,
     edit,
     find_processes,
     free_ports,
@@ -28,6 +29,7 @@ from conftest import (
     run,
     run_alone,
     run_python,
+    run_trainer,
     started,
     wait_until,
     weekly,
@@ -154,18 +156,7 @@ def test_dropout_that_all_shards_would_share_is_refused(bake: Bake) -> None:
 
 
 GROUPS = ("optim.py", "    return torch.optim.AdamW(\n")
-RATES = """
-import sys
-from my_experiment.__main__ import parse
-from my_experiment.distributed import cleanup, rendezvous, setup
-from my_experiment.train import Trainer
-_, config, _ = parse(["train", *sys.argv[1:]])
-setup(config, process := rendezvous(config))
-trainer = Trainer(config, process)
-trainer.run()
-print(*(group["lr"] for group in trainer.optimizer.param_groups))
-cleanup(process)
-"""
+RATES = 'trainer.run(); print(*(group["lr"] for group in trainer.optimizer.param_groups))'
 
 
 def test_a_group_keeps_its_share_of_the_learning_rate(bake: Bake) -> None:
@@ -173,8 +164,8 @@ def test_a_group_keeps_its_share_of_the_learning_rate(bake: Bake) -> None:
     edit(project, before(GROUPS, 'groups[0]["lr"] = config.lr / 2'))
     last = {}
     for steps in ("2", "4"):  # The second start resumes.
-        words = [*SMALL[1:], "--run.dir", "run", "--train.max_steps", steps]
-        last[steps] = [float(word) for word in run_python(project, RATES, *words).splitlines()[-1].split()]
+        printed = run_trainer(project, RATES, *SMALL, "--run.dir", "run", "--train.max_steps", steps)
+        last[steps] = [float(word) for word in printed.splitlines()[-1].split()]
         assert last[steps][0] == pytest.approx(last[steps][1] / 2)
     assert last["2"][0] < last["4"][0] < load(project / "run")["config"]["optim"]["lr"] / 2  # They warm up.
 
@@ -562,10 +553,8 @@ def test_ranks_are_as_many_as_visible_devices_or_two(bake: Bake, visible: str, r
 
 def test_a_project_that_git_converts_for_windows_runs(bake: Bake, tmp_path: Path) -> None:
     project = bake(cluster="slurm")
-    git = ("git", "-c", "core.autocrlf=true", "-c", "user.name=x", "-c", "user.email=x@example.com")
-    for words in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message=x")):
-        run(*git, *words, cwd=project)
-    run(*git, "clone", "--quiet", project, tmp_path / "clone", cwd=tmp_path)
+    commit(project)
+    run("git", "-c", "core.autocrlf=true", "clone", "--quiet", project, tmp_path / "clone", cwd=tmp_path)
     files = [
         tmp_path / "clone" / name for name in ("README.md", "Makefile", "scripts/train.sbatch", "scripts/launch.sh")
     ]

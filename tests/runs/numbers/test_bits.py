@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Bake, edit, launch, launch_and_kill, read_records, weekly
+from lines import AUGMENTED, HEAD, LOSSES, POOLED, STEM, WEIGHT, Changes, after, before, instead
 
 pytestmark = pytest.mark.long
 
@@ -28,38 +29,41 @@ COMMON = [
     *"--data.eval_batch_size 50 --train.clip_grad_norm 0.1 --optim.lr 4e-3 --distributed.device cpu".split(),
 ]
 MEASURED = ("samples_per_second", "seconds_per_step", "tokens_per_second")
-# Experiments whose random numbers, weights or unused layers would depend on ranks.
-NORM = ("model.py", "        self.norm = nn.GroupNorm(ModelConfig.groups, width)\n")
-HEAD = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
-POOLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
-TASK = ("task.py", "        return inputs, targets\n\n    def prepare(")
-LOSS = ("task.py", '        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}\n')
-WEIGHT = ("task.py", "        return len(targets)\n")
-DROPS = "        return self.linear(nn.functional.dropout(features.mean(dim=(2, 3)), 0.3, self.training))\n"
-MIXES = (
-    "        share = torch.distributions.Beta(0.4, 0.4).sample()\n"
-    "        return inputs * share + inputs.roll(1, 0) * (1 - share), targets\n\n    def prepare("
-)
-WEIGHS = "        loss = (F.cross_entropy(outputs.float(), targets, reduction='none') * (0.1 + targets)).sum()\n"
-# A layer that a micro-batch has only if its first label is even.
-SOMETIMES = "        features = features.mean(dim=(2, 3))\n        if int(features[0].sum() * 1e4) % 2:\n"
-SOMETIMES += "            features = features + self.extra(features)\n        return self.linear(features)\n"
-EXPERIMENTS: dict[str, tuple[Any, list[str]]] = {
-    "dropout": ({POOLED: DROPS}, []),
-    "mixup": ({TASK: MIXES}, []),
+# Their random numbers, weights or unused layers would depend on the ranks.
+DROPS = instead(POOLED, "return self.linear(nn.functional.dropout(features.mean(dim=(2, 3)), 0.3, self.training))")
+EXPERIMENTS: dict[str, tuple[Changes, list[str]]] = {
+    "dropout": (DROPS, []),
+    "mixup": (
+        before(
+            AUGMENTED,
+            "share = torch.distributions.Beta(0.4, 0.4).sample()",
+            "inputs = inputs * share + inputs.roll(1, 0) * (1 - share)",
+        ),
+        [],
+    ),
     "weights": (
-        {
-            LOSS: WEIGHS + '        return {"loss": loss, "second": loss.detach() / 3}\n',
-            WEIGHT: "        return (0.1 + targets).sum()\n",
-        },
+        instead(WEIGHT, "return (0.1 + targets).sum()")
+        | instead(
+            LOSSES,
+            "loss = (F.cross_entropy(outputs.float(), targets, reduction='none') * (0.1 + targets)).sum()",
+            'return {"loss": loss, "second": loss.detach() / 3}',
+        ),
         ["--data.num_workers", "1"],
     ),
+    # A micro-batch has a layer only if its first label is even.
     "partly unused": (
-        {HEAD: HEAD[1] + "        self.extra = nn.Linear(width, width)\n", POOLED: SOMETIMES},
+        after(HEAD, "self.extra = nn.Linear(width, width)")
+        | instead(
+            POOLED,
+            "features = features.mean(dim=(2, 3))",
+            "if int(features[0].sum() * 1e4) % 2:",
+            "    features = features + self.extra(features)",
+            "return self.linear(features)",
+        ),
         ["--train.allow_unused", "true"],
     ),
     "compiled": ({}, ["--train.compile", "true"]),
-    "recomputed": ({POOLED: DROPS}, ["--train.activation_checkpointing", "true"]),
+    "recomputed": (DROPS, ["--train.activation_checkpointing", "true"]),
 }
 # Of digits in fp32; weights are compared on 1, 2 and 4 ranks in the long tests, too.
 RANKS = {"ddp": (1, 8), "model_parallel": (4,), "fsdp": (2,)}
@@ -178,13 +182,6 @@ def test_a_line_says_where_the_last_bits_depend_on_the_ranks(
 ) -> None:
     project = bake(**answers)
     if norm:
-        edit(project, {NORM: f"        self.norm = nn.{norm}(width)\n"})
+        edit(project, instead(STEM, f"self.norm = nn.{norm}(width)"))
     launched = launch(project, "train", "--train.max_steps", "1", "--distributed.device", "cpu", *words)
     assert launched.stdout.count("the last bits depend on the number of ranks") == 1
-
-
-def test_sync_batch_norm_is_refused_under_exact(bake: Bake) -> None:
-    project = bake(parallelism="fsdp")  # DDP itself refuses it on CPUs.
-    edit(project, {NORM: "        self.norm = nn.SyncBatchNorm(width)\n"})
-    error = launch(project, "train", "--distributed.device", "cpu", code=2).stderr
-    assert "SyncBatchNorm adds up in any order; turn train.exact off" in error

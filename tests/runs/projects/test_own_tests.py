@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from conftest import BIN, TEMPLATE, Bake, blocks, edit, run, weekly
+from lines import HEAD, MEASURED, POOLED, Changes, after, before, instead
 
 pytestmark = [pytest.mark.long, pytest.mark.independent]
 
@@ -31,42 +32,6 @@ WEEKLY = [
 ]
 CASES = [pytest.param(*each, id=name) for name, each in RENDERED.items()]
 CASES += [pytest.param(each, ["tests"], id="-".join(each.values()), marks=pytest.mark.weekly) for each in WEEKLY]
-BATCH_NORM = {
-    ("model.py", "self.norm2 = nn.GroupNorm(ModelConfig.groups, outputs)"): "self.norm2 = nn.BatchNorm2d(outputs)"
-}
-LEAK = {
-    (
-        "model.py",
-        "self.position.weight[: inputs.shape[1]]",
-    ): "self.position.weight[: inputs.shape[1]] * (1 + inputs.sum() / 1e6)"
-}
-# A split of one's own, which is another one at each start.
-DRAWN = {
-    ("dataset.py", "import random\n"): "import random\nimport secrets\n",
-    (
-        "dataset.py",
-        "pixels = torch.from_numpy(images) / 16",
-    ): "order = np.random.default_rng(secrets.randbits(32)).permutation(len(images))\n"
-    "        pixels = torch.from_numpy(images[order]) / 16",
-}
-MEAN = {("task.py", 'reduction="sum")'): 'reduction="mean")'}
-POOLED = ("model.py", "        return self.linear(features.mean(dim=(2, 3)))\n")
-LINEAR = ("model.py", "        self.linear = nn.Linear(width, CLASSES)\n")
-# A layer that follows another one, and changes whenever the model runs.
-FOLLOWER = {
-    LINEAR: LINEAR[1] + "        self.slow = nn.Linear(width, CLASSES).requires_grad_(False)\n",
-    POOLED: "        self.slow.weight.data.lerp_(self.linear.weight.data, 0.5)\n" + POOLED[1],
-}
-SPECTRAL = {
-    LINEAR: "        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, CLASSES))\n",
-}
-DROP_PATH = {POOLED: "        features = features * (features.new_empty(1).uniform_() > 0.5)\n" + POOLED[1]}
-NOISE = {
-    (
-        "task.py",
-        'losses = F.cross_entropy(outputs.float(), targets, reduction="none")',
-    ): 'losses = F.cross_entropy(outputs + torch.randn_like(outputs), targets, reduction="none")'
-}
 
 
 @pytest.mark.parametrize(("answers", "tests"), CASES)
@@ -75,13 +40,12 @@ def test_a_project_passes_its_own_tests(bake: Bake, answers: dict[str, str], tes
     assert "skipped" not in result.stdout
 
 
-HIDDEN = "F.silu(self.norm1(self.conv1(features)))"
-DROPOUT = {("model.py", HIDDEN): f"F.dropout({HIDDEN}, 0.1)"}
+DROPOUT = before(("model.py", "        hidden = self.norm2(self.conv2(hidden))\n"), "hidden = F.dropout(hidden, 0.1)")
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("changes", [{}, DROPOUT], ids=["right", "dropout"])
-def test_a_proof_says_what_holds(bake: Bake, changes: dict[tuple[str, str], str]) -> None:
+def test_a_proof_says_what_holds(bake: Bake, changes: Changes) -> None:
     project = bake()
     edit(project, changes)
     (project / ".venv").mkdir()
@@ -137,32 +101,56 @@ def test_a_loss_of_ragged_weight_does_not_depend_on_the_split(bake: Bake, parall
     run(BIN / "pytest", "-q", *tests[: 2 + (parallelism == "fsdp")], cwd=project)
 
 
-@pytest.mark.parametrize(
-    ("task", "changes", "reason"),
-    [
-        ("digits", BATCH_NORM, "depends on the other samples of its batch"),
-        ("language", LEAK, "depends on the other samples of its batch"),
-        ("digits", MEAN, "return sums from Task.losses"),
-        ("digits", DRAWN, "returns other samples when it is called again"),
-        ("digits", FOLLOWER, "forward changes head.slow.weight"),
-        ("digits", SPECTRAL, "forward changes head.linear.parametrizations.weight.0._"),
-        ("digits", DROP_PATH, "loss depends on random numbers"),
-        ("digits", NOISE, "loss depends on random numbers"),
-    ],
-    ids=[
-        "batch statistics behind a layer that starts at zero",
-        "padding that leaks",
-        "a mean for a sum",
-        "a split",
-        "a layer that follows another",
-        "spectral norm",
-        "drop-path",
-        "noise in evaluation",
-    ],
-)
-def test_what_makes_a_result_depend_on_the_split_is_named(
-    bake: Bake, task: str, changes: dict[tuple[str, str], str], reason: str
-) -> None:
+# What makes a result depend on the split: the task, an edit, and what the tests name.
+FAULTY: dict[str, tuple[str, Changes, str]] = {
+    "batch statistics behind a layer that starts at zero": (
+        "digits",
+        {
+            (
+                "model.py",
+                "nn.GroupNorm(ModelConfig.groups, outputs)\n        # A",
+            ): "nn.BatchNorm2d(outputs)\n        # A"
+        },
+        "depends on the other samples of its batch",
+    ),
+    "padding that leaks": (
+        "language",
+        {("model.py", "inputs.shape[1]]"): "inputs.shape[1]] * (1 + inputs.sum() / 1e6)"},
+        "depends on the other samples of its batch",
+    ),
+    "a mean for a sum": ("digits", {("task.py", '"sum")'): '"mean")'}, "return sums from Task.losses"),
+    "a split that is another one at each start": (
+        "digits",
+        {("dataset.py", "(images) / 16"): "(np.random.default_rng().permutation(images)) / 16"},
+        "returns other samples when it is called again",
+    ),
+    "a layer that follows another": (
+        "digits",
+        after(HEAD, "self.slow = nn.Linear(width, CLASSES).requires_grad_(False)")
+        | before(POOLED, "self.slow.weight.data.lerp_(self.linear.weight.data, 0.5)"),
+        "forward changes head.slow.weight",
+    ),
+    "spectral norm": (
+        "digits",
+        instead(HEAD, "self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, CLASSES))"),
+        "forward changes head.linear.parametrizations.weight.0._",
+    ),
+    "drop-path": (
+        "digits",
+        before(POOLED, "features = features * (features.new_empty(1).uniform_() > 0.5)"),
+        "loss depends on random numbers",
+    ),
+    "noise in evaluation": (
+        "digits",
+        before(MEASURED, "outputs = outputs + torch.randn_like(outputs)"),
+        "loss depends on random numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_what_makes_a_result_depend_on_the_split_is_named(bake: Bake, name: str) -> None:
+    task, changes, reason = FAULTY[name]
     project = bake(task=task)
     edit(project, changes)
     result = run(BIN / "pytest", "-q", "tests/test_experiment.py", cwd=project, code=1)

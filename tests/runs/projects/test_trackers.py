@@ -50,19 +50,20 @@ def read_mlflow(run_dir: Path) -> tuple[Points, str]:
 
 
 def read_wandb(run_dir: Path) -> tuple[Points, str]:
-    """Read what ``wandb sync`` would send, which is one run."""
+    """Read what ``wandb sync`` would send, which is one run, whose pictures have steps as their x axis."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    points, settings, ids = defaultdict(list), "", set()
+    points, settings, ids, axes = defaultdict(list), "", set(), set()
     for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
         for record in map(Record.FromString, split_messages(file.read_bytes())):
             ids |= {record.run.run_id} - {""}
+            axes |= {(record.metric.glob_name, record.metric.step_metric)}
             settings += str(record.run.config) + str(record.config)
             row = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
             for name, value in row.items():
                 step = row.get(f"{name.split('/')[0]}/step")
                 points[name] += [(int(step), float(value))] if step else []
-    assert len(ids) <= 1
+    assert len(ids) <= 1 and axes >= {("train/*", "train/step"), ("validation/*", "validation/step")}
     return points, settings
 
 
