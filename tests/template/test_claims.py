@@ -46,6 +46,8 @@ def named_targets(text: str) -> Iterator[str]:
 
 def test_counts_of_questions_and_strategies_are_right() -> None:
     assert f"It asks {NUMBERS[len(QUESTIONS)]} questions" in README
+    lessons = len(re.findall(r"^\| \d+ \| ", README, re.MULTILINE))
+    assert f"\n{NUMBERS[lessons].title()} lessons in one folder" in README
     questions = (TEMPLATE / "docs" / "questions.md").read_text()
     assert f"## {NUMBERS[len(CHOICES['parallelism'])].title()} ways to split the work" in questions
     for name, values in CHOICES.items():
@@ -103,13 +105,31 @@ def test_targets_that_prose_and_workflows_name_exist(rendering: Rendering) -> No
             assert {*named_targets(file.text)} <= of_projects, file.path
 
 
+def test_all_files_name_the_same_lowest_pytorch(rendering: Rendering) -> None:
+    settings = tomllib.loads(rendering.projects[0].files["pyproject.toml"].content.decode())["project"]
+    (lowest,) = (re.split("[=,]", text)[1] for text in settings["dependencies"] if text.startswith("torch>="))
+    workflow = (TEMPLATE / ".github" / "workflows" / "test.yml").read_text()
+    assert {*re.findall(r"torch==([\d.]+)\.\*", workflow)} == {lowest}
+    assert re.findall(r"PyTorch ([\d.]+\d) or newer", README) == [lowest]
+
+
+def test_a_job_has_as_many_pods_as_machines(rendering: Rendering) -> None:
+    for file in rendering.texts():
+        if file.path == "scripts/job.yaml" and "NODES" in file.text:
+            *_, job = yaml.safe_load_all(file.text)
+            (container,) = job["spec"]["template"]["spec"]["containers"]
+            nodes = [int(each["value"]) for each in container["env"] if each["name"] == "NODES"]
+            assert nodes == [job["spec"]["completions"]] == [job["spec"]["parallelism"]]
+
+
 def test_workflows_run_the_tests(rendering: Rendering) -> None:
     assert "set -- test test-long" in (TEMPLATE / ".ci" / "run").read_text()
     for file in rendering.texts():
         if file.path.startswith(".github/workflows/"):
             jobs = yaml.safe_load(file.text)["jobs"].values()
             commands = [step.get("run", "") for job in jobs for step in job["steps"]]
-            assert any("make test" in command for command in commands), file.path
+            for target in ("make setup", "make lint", "make test"):
+                assert any(target in command for command in commands), (file.path, target)
 
 
 def test_an_image_has_the_files_that_its_command_needs(rendering: Rendering) -> None:

@@ -70,6 +70,8 @@ def test_ranks_save_in_less_time_than_a_cluster_waits() -> None:
     slurm = re.findall(r"^#SBATCH --signal=USR1@(\d+)|STOP_SECONDS:-(\d+)", script, re.MULTILINE)
     for (waits, _), (_, saves) in (pod, slurm):
         assert 60 <= int(saves) <= int(waits) - 30
+    # A job whose node failed returns to the queue on its own, and its next start adds to the log.
+    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= {*script.splitlines()}
 
 
 def test_a_container_runs_as_the_user_that_may_write() -> None:

@@ -77,16 +77,20 @@ def test_srun_starts_ranks_on_two_nodes(slurm: Slurm, project: Path, whole: Path
 
 
 @pytest.mark.parametrize(
-    ("option", "wanted"),
-    [("--gpus-per-task=1", ["0 0 0", "1 0 1"]), ("--gpus-per-node=2", ["0 0 0,1", "1 1 0,1"])],
+    ("options", "wanted"),
+    [
+        ("--nodes=1 --gpus-per-task=1", ["0 0 0", "1 0 1"]),
+        ("--nodes=1 --gpus-per-node=2", ["0 0 0,1", "1 1 0,1"]),
+        ("--nodes=2 --gpus-per-node=2", ["0 0 0,1", "1 0 0,1"]),
+    ],
 )
 def test_a_rank_takes_the_device_that_slurm_gives_it(
-    slurm: Slurm, project: Path, tmp_path: Path, option: str, wanted: list[str]
+    slurm: Slurm, project: Path, tmp_path: Path, options: str, wanted: list[str]
 ) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES"\n')
     python.chmod(0o755)
-    words = ("srun", "--nodes=1", "--ntasks=2", option, "scripts/rank.sh", "train")
+    words = ("srun", "--ntasks=2", *options.split(), "scripts/rank.sh", "train")
     assert sorted(slurm.command(*words, cwd=project, PYTHON=str(python)).splitlines()) == wanted
 
 
