@@ -194,10 +194,6 @@ def test_names_change_no_code(bake: Bake) -> None:
     assert named["src/own_name/__init__.py"] == b'"""Something else"""\n'
 
 
-def test_a_slug_may_have_blanks_around_it(bake: Bake) -> None:
-    check_project(bake(project_slug="  my_Slug2\xa0"), project_slug="my_Slug2")
-
-
 def test_the_default_slug_is_derived_from_the_name() -> None:
     for name, slug in DEFAULT_SLUGS.items():
         assert derive(project_name=name)["project_slug"] == slug

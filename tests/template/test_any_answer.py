@@ -88,6 +88,7 @@ def test_the_default_slug_of_any_name_works(defaults: dict[str, Any], name: str)
 @example("-x")
 @example("x" * 300)
 @example("$(reboot)")
+@example("  my_Slug2\xa0")
 def test_a_slug_is_rejected_or_the_name_of_a_folder(defaults: dict[str, Any], slug: str) -> None:
     if check_answers.find_fault(defaults | {"project_slug": slug}) is None:
         assert derive(project_slug=slug)["project_slug"] == slug.strip()
