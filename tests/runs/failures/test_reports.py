@@ -209,7 +209,7 @@ def test_weights_that_a_run_started_from_may_be_gone(bake: Bake) -> None:
 @pytest.mark.parametrize("form", ["sharded", *weekly("full")])
 def test_a_run_that_fails_ends_a_save_of_its_own_and_waits_for_no_other(bake: Bake, form: str) -> None:
     project = bake(parallelism="fsdp")
-    sharded = ("sharded.py", "            dcp.save(\n")
+    sharded = ("sharded.py", "            dcp.save(shards, storage_writer=writer, process_group=self.group)\n")
     write, seconds = (WRITE, "12") if form == "full" else (sharded, "1e4 * self.process.rank")
     fails = ("if self.step == 2 and self.process.rank == 0:", "    raise ValueError('a bad sample')")
     edit(project, before(write, f"__import__('time').sleep({seconds})") | after(UPDATED, *fails))
