@@ -342,6 +342,7 @@ def test_a_table_is_standardized_by_its_training_rows_and_r2_is_exact(
 TAKE_A_POISONED_STEP = """
 import copy
 states = []
+trainer.start_period()
 (images, labels), *_ = next(trainer.batches())
 for factor in (1, torch.nan, 1):
     trainer.train_step([(images * factor, labels)])
