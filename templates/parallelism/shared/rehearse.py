@@ -133,7 +133,7 @@ def rehearse_rank(config: Any, world_size: int, rank: int) -> tuple[Any, ...]:
         # Tensors without values have attributes, and no storage that could be copied.
         patch.multiple(sharded, refuse_hooks=lambda _: None, DefaultStager=DEFAULT),
         patch.object(parallel.Parallel, "load_full_state_dict", lambda *_: None),
-        patch.object(Tensor, "isfinite", lambda _, is_finite=torch.tensor(True): is_finite),
+        patch.object(Tensor, "isfinite", return_value=torch.tensor(True)),
         patch.object(dist, "new_group", lambda ranks=None, *_, **__: c10d.new_group(ranks)),
         patch.multiple(dist, send_object_list=DEFAULT, recv_object_list=DEFAULT),
         patch.multiple(sharded.Checkpointer, write=DEFAULT, write_shards=DEFAULT),
