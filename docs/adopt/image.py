@@ -35,11 +35,6 @@ train_set = Digits(images[:1200], labels[:1200], augment=True)
 validation_set = Digits(images[1200:], labels[1200:], augment=False)
 
 
-def describe(optimizer):  # witness
-    groups = optimizer.param_groups  # witness
-    return [{**group, "params": sum(each.numel() for each in group["params"])} for group in groups]  # witness
-
-
 torch.manual_seed(0)
 model = nn.Sequential(
     nn.Conv2d(1, 16, kernel_size=3, padding=1),
@@ -64,7 +59,8 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        steps.append([loss.item(), describe(optimizer)])  # witness
+        groups = [g | {"params": sum(map(torch.numel, g["params"]))} for g in optimizer.param_groups]  # witness
+        steps.append([loss.item(), groups])  # witness
     scheduler.step()
     with torch.no_grad():
         images, labels = validation_set[:]

@@ -42,11 +42,6 @@ def mean_loss(predictions, y, weight):
     return (weight * (predictions - y) ** 2).sum() / weight.sum()
 
 
-def describe(optimizer):  # witness
-    groups = optimizer.param_groups  # witness
-    return [{**group, "params": sum(each.numel() for each in group["params"])} for group in groups]  # witness
-
-
 torch.manual_seed(0)
 model = Perceptron(64)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, eps=1e-4, weight_decay=1e-3)
@@ -63,7 +58,8 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        steps.append([loss.item(), describe(optimizer)])  # witness
+        groups = [g | {"params": sum(map(torch.numel, g["params"]))} for g in optimizer.param_groups]  # witness
+        steps.append([loss.item(), groups])  # witness
     with torch.no_grad():
         validated = mean_loss(model(x[validation]), y[validation], weight[validation])
     print(f"epoch {epoch}: loss {loss.item():.4f}, validation loss {validated:.4f}")

@@ -33,16 +33,15 @@ def read_witness() -> list[Any]:
     return steps
 
 
-def read_settings() -> tuple[Any, int]:
-    """Return the settings of ``configs/default.yaml``, and the steps of the schedule."""
+def read_settings() -> Any:
+    """Return the settings of ``configs/default.yaml``."""
     _, config, _ = module("__main__").parse(["train"])
-    train_set, *_ = module("dataset").build_datasets(config)
-    return config, config.train.epochs * (len(train_set) // config.data.global_batch_size)
+    return config
 
 
-def count_values(groups: list[Any], option: str) -> dict[Any, int]:
+def count_values(groups: list[Any], option: str) -> dict[str, int]:
     """Return how many numbers an optimizer trains with each value of an option."""
-    counts = Counter[Any]()
+    counts = Counter[str]()
     for group in groups:
         counts[str(group[option])] += group["params"]
     return dict(counts)
@@ -63,7 +62,10 @@ def is_close(ours: dict[str, int], theirs: dict[str, int]) -> bool:
 
 def test_optimizer_and_schedule_are_those_of_the_script() -> None:
     steps = read_witness()
-    config, scheduled_steps = read_settings()
+    config = read_settings()
+    train_set, *_ = module("dataset").build_datasets(config)
+    steps_per_epoch = len(train_set) // config.data.global_batch_size
+    scheduled_steps = config.train.epochs * steps_per_epoch
     expected_steps = min(scheduled_steps, config.train.max_steps or scheduled_steps)
     assert len(steps) == expected_steps, (
         f"steps: the script has taken {len(steps)}, and the project takes {expected_steps}; look "
@@ -102,9 +104,8 @@ def test_the_first_steps_are_those_of_the_script(tmp_path: Path) -> None:
     # What explains a difference looks for one, so it is only called if there is one.
     assert max(differences) <= CAUSE, explain(differences, records)
     # Two ranks have micro-batches that one rank may have, too: what differs there is no split.
-    config, _ = read_settings()
-    batch_size = config.data.global_batch_size
-    size = math.gcd(config.data.micro_batch_size or batch_size, batch_size // 2)
+    data = read_settings().data
+    size = math.gcd(data.micro_batch_size or data.global_batch_size, data.global_batch_size // 2)
     words = ("--data.micro_batch_size", str(size))
     smaller = train(tmp_path / "smaller", 1, *words)
     differences = compare(smaller, losses, f"1 rank, micro-batches of {size}, and the script")

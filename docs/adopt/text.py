@@ -10,7 +10,6 @@ from my_experiment.config import Config, DataConfig  # witness
 from my_experiment.loader import TrainSampler  # witness
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
 LENGTH, BATCH, ACCUMULATE, STEPS, WARMUP = 32, 8, 4, 200, 10
 
@@ -53,15 +52,10 @@ def factor(step):
     return (step + 1) / WARMUP if step < WARMUP else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
 
 
-def describe(optimizer):  # witness
-    groups = optimizer.param_groups  # witness
-    return [{**group, "params": sum(each.numel() for each in group["params"])} for group in groups]  # witness
-
-
 torch.manual_seed(0)
 model = Transformer(len(characters))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-scheduler = LambdaLR(optimizer, factor)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 config = Config(data=DataConfig(global_batch_size=BATCH * ACCUMULATE))  # witness
 order = (key for keys in TrainSampler(len(train) - LENGTH, range(1), config) for key in keys)  # witness
 torch.save(model.state_dict(), "witness/weights.pt")  # witness
@@ -77,7 +71,8 @@ for _ in range(STEPS):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    steps.append([total, describe(optimizer)])  # witness
+    groups = [g | {"params": sum(map(torch.numel, g["params"]))} for g in optimizer.param_groups]  # witness
+    steps.append([total, groups])  # witness
     scheduler.step()
 with torch.no_grad():
     print(f"validation loss {get_loss(validation, range(0, len(validation) - LENGTH, LENGTH)):.3f}")

@@ -70,7 +70,7 @@ class Recorder(FakeTensorMode):
             try:
                 outputs = super().__torch_dispatch__(func, types, args, kwargs)
             except RuntimeError as error:  # Its own type of error cannot leave this process.
-                raise RuntimeError(f"{func} cannot run without values: {error}") from error
+                raise RuntimeError(f"{func}: {error}") from error
             finally:
                 self.running_operations -= 1
         if self.running_operations == 0:

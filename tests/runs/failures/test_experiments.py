@@ -110,6 +110,17 @@ def test_an_experiment_is_right_or_refused(bake: Bake, expected: Any, case: Case
     assert read_losses(project / "run") == read_losses(project / "straight")
 
 
+@pytest.mark.parametrize("name", ["losses in another order", "an optimizer without state that draws"])
+def test_an_experiment_has_the_same_bits_on_two_ranks(bake: Bake, name: str) -> None:
+    project = bake()
+    edit(project, IMPORTS | EDITS[name])
+    for nproc in (1, 2):
+        launch(project, *WORDS, "--data.micro_batch_size", "8", "--run.dir", f"run{nproc}", nproc=nproc)
+    ours, theirs = (result(project / f"run{nproc}") for nproc in (1, 2))
+    assert ours["losses"] == theirs["losses"]
+    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize(("parallelism", "turn"), [("ddp", 1), ("ddp", 0), ("fsdp", 0)])
 def test_a_layer_that_a_micro_batch_lacks_has_a_gradient_of_zero_there(bake: Bake, parallelism: str, turn: int) -> None:

@@ -208,16 +208,16 @@ class Trainer:
         modules = torch.nn.ModuleDict(
             {"model": self.parallel.module, "Task": self.task.frozen_modules}
         )
-        # A state_dict lacks buffers that are not saved.
-        for name, value in [*modules.state_dict().items(), *modules.named_buffers()]:
+        # A state_dict would lack buffers that are not saved.
+        for name, value in [*modules.named_parameters(), *modules.named_buffers()]:
             # BatchNorm's statistics are averaged before a save. parallel.py checks DTensors.
-            if type(value) is torch.Tensor and not name.endswith(
+            if type(value.data) is torch.Tensor and not name.endswith(
                 ("running_mean", "running_var", "num_batches_tracked")
             ):
                 # A sum of another type would take memory for all numbers in that type.
                 integer = getattr(torch, f"int{8 * value.itemsize}")
                 # A buffer that has another shape now, such as a longer table, is another buffer.
-                sums[f"{name} {[*value.shape]}"] = value.view(integer).sum(dtype=integer)
+                sums[f"{name} {[*value.shape]}"] = value.data.view(integer).sum(dtype=integer)
         return sums
 
     def check_finite(self, steps: list[dict[str, float]]) -> None:
