@@ -13,7 +13,7 @@ QUESTIONS := project_name project_slug description author parallelism task launc
 quote = '$(subst ','\'',$(1))'
 ANSWERS := $(foreach q,$(QUESTIONS),$(if $(filter command line,$(origin $(q))),$(call quote,$(q)=$(value $(q)))))
 
-.PHONY: help demo test test-long test-weekly test-gpu lint sizes where diffs recipes bump address
+.PHONY: help demo test test-long test-weekly test-gpu lint sizes where verify diffs recipes bump address
 help:
 	@echo "make demo         render the default project into demo/, train it on two CPU processes, evaluate it"
 	@echo "make test         check every rendered file; compare every strategy with a plain loop: ten minutes"
@@ -23,6 +23,7 @@ help:
 	@echo "make lint         run the pre-commit checks"
 	@echo "make sizes        print the sizes and densities of what is rendered, and their caps"
 	@echo "make where        print which files of the template FILE=src/my_experiment/train.py comes from"
+	@echo "make verify       compare the tests and the certificate of PROJECT=folder with what its answers render to"
 	@echo "make diffs        write docs/diffs, between the default project and other strategies"
 	@echo "make recipes      make the patches of recipes and adopted scripts anew, and name those that conflict"
 	@echo "make bump         move every pin to its newest version, or that of one package: NAME=numpy"
@@ -62,6 +63,9 @@ sizes: .venv/installed
 # `make where FILE=src/my_experiment/parallel.py parallelism=mesh` takes the answers that `make demo` takes.
 where: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/template/where.py $(call quote,$(FILE)) $(ANSWERS)
+
+verify: .venv/installed
+	@PYTHONPATH=.:tests $(BIN)/python tests/verify.py $(call quote,$(PROJECT))
 
 diffs: .venv/installed
 	@PYTHONPATH=.:tests $(BIN)/python tests/template/test_diffs.py

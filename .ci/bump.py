@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 TEMPLATE = Path(__file__).parents[1]
 PROJECT, CHOICES = TEMPLATE / "{{cookiecutter.project_slug}}", TEMPLATE / "templates"
 REQUIREMENTS, RESERVED = TEMPLATE / "requirements.txt", TEMPLATE / "reserved.json"
-WORKFLOWS = [folder / ".github" / "workflows" / "test.yml" for folder in (TEMPLATE, PROJECT)]
+WORKFLOWS = [TEMPLATE / ".github/workflows/test.yml", *sorted((PROJECT / ".github" / "workflows").glob("*.yml"))]
 # What `make setup` installs or builds with, and no metadata of a package names.
 TOOLS = ["pip", "editables"]
 # What only PyTorch's builds with CUDA need; these pin it themselves.

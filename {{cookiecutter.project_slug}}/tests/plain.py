@@ -9,6 +9,7 @@ the order of samples, random numbers, the schedule, clipping or the optimizer.
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import count, islice
@@ -18,24 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rules import learning_rate, update
 from support import module
 
 Records = list[dict[str, float]]
 
 
-def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
+def train(config: Any) -> tuple[Records, dict[str, Tensor]]:
     """Train; returns what a run has to log of each step, and the final weights."""
-    dataset = module("dataset")
-    seed_everything(config.run.seed)
-    train_set, *_ = dataset.build_datasets(config)
-    task = module("task").Task(config, torch.device("cpu"))
-    seed_everything(config.run.seed)
-    model = module("model").build_model(config.model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    moments = [(torch.zeros_like(value), torch.zeros_like(value)) for value in parameters]
+    (train_set, *_), task, model = build(config)
+    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    states = defaultdict[str, Any](dict)
     scheduled_steps = config.train.epochs * (len(train_set) // config.data.global_batch_size)
     records = []
-    for step, batch in enumerate(islice(batches(dataset, train_set, config), steps)):
+    for step, batch in enumerate(islice(batches(train_set, config), config.train.max_steps)):
         microbatches = []
         for number, microbatch in enumerate(batch):
             seed_everything(hashed(config.run.seed, "prepare", step, number))
@@ -46,12 +43,12 @@ def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
             seed_everything(hashed(config.run.seed, "forward", step, number))
             loss += task.losses(model(inputs), targets)["loss"] / max(weight, 1e-30)
         lr = learning_rate(step, scheduled_steps, config.optim)
-        norm = update(parameters, loss, moments, step + 1, lr, config)
+        norm = take_step(parameters, states, loss, lr, config)
         records.append({"step": step + 1, "loss": loss.item(), "lr": lr, "grad_norm": norm})
     return records, model.state_dict()
 
 
-def batches(dataset: Any, train_set: Any, config: Any) -> Iterator[Any]:
+def batches(train_set: Any, config: Any) -> Iterator[Any]:
     """Yield lists of micro-batches without end; an epoch's last, incomplete batch is dropped."""
     seed, size, micro = config.run.seed, config.data.global_batch_size, config.data.micro_batch_size
     for epoch in count():
@@ -60,7 +57,7 @@ def batches(dataset: Any, train_set: Any, config: Any) -> Iterator[Any]:
         for start in range(0, len(train_set) - size + 1, size):
             firsts = range(start, start + size, micro)
             parts = [read(train_set, seed, epoch, order[first : first + micro]) for first in firsts]
-            yield [dataset.collate_fn(part) for part in parts]
+            yield [module("dataset").collate_fn(part) for part in parts]
 
 
 def read(samples: Any, seed: int, epoch: int, indices: Any) -> list[Any]:
@@ -70,6 +67,18 @@ def read(samples: Any, seed: int, epoch: int, indices: Any) -> list[Any]:
         seed_everything(hashed(seed, epoch, index))
         batch.append(samples[index])
     return batch
+#:: endif ::#
+
+
+def build(config: Any) -> tuple[Any, Any, Any]:
+    """Return the datasets, the task and the model of an experiment."""
+    seed_everything(config.run.seed)
+    datasets = module("dataset").build_datasets(config)
+    task = module("task").Task(config, torch.device("cpu"))
+    own = [name for name, value in vars(task).items() if isinstance(value, torch.nn.Parameter)]
+    assert not own, f"nothing would train {own} of Task: let the model have them"
+    seed_everything(config.run.seed)
+    return datasets, task, module("model").build_model(config.model)
 
 
 def seed_everything(seed: int) -> None:
@@ -77,7 +86,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-#:: endif ::#
 
 
 def hashed(*key: int | str) -> int:
@@ -85,39 +93,11 @@ def hashed(*key: int | str) -> int:
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
-def learning_rate(step: int, scheduled_steps: int, optim: Any) -> float:
-    """Return a linear warm-up to the peak, followed by half a cosine down to a fraction of it."""
-    if step < optim.warmup_steps:
-        return float(optim.lr * (step + 1) / optim.warmup_steps)
-    done = min(1.0, (step - optim.warmup_steps) / (scheduled_steps - optim.warmup_steps))
-    cosine = (1 + math.cos(math.pi * done)) / 2
-    return float(optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine))
-
-
-def update(
-    parameters: list[Any], loss: Tensor, moments: Any, step: int, lr: float, config: Any
-) -> float:
+def take_step(parameters: Any, states: Any, loss: Tensor, lr: float, config: Any) -> float:
     """Take a step with the clipped gradient of a loss; returns its norm before it was clipped."""
-    gradients = torch.autograd.grad(loss, parameters)
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
     scale = min(1.0, config.train.clip_grad_norm / norm)
-    for parameter, gradient, state in zip(parameters, gradients, moments, strict=True):
-        adamw(parameter, gradient * scale, state, step, lr, config.optim)
+    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        update(name, parameter, gradient * scale, states[name], lr, config.optim)
     return norm
-
-
-@torch.no_grad()
-def adamw(
-    parameter: Tensor, gradient: Tensor, moments: Any, step: int, lr: float, optim: Any
-) -> None:
-    """Change a parameter by AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
-    first_moment, second_moment = moments
-    first_beta, second_beta = optim.betas
-    first_moment.mul_(first_beta).add_((1 - first_beta) * gradient)
-    second_moment.mul_(second_beta).add_((1 - second_beta) * gradient**2)
-    # Only matrices and kernels decay, but no bias and no weight of a normalization.
-    if parameter.dim() > 1:
-        parameter.mul_(1 - lr * optim.weight_decay)
-    mean = first_moment / (1 - first_beta**step)
-    variance = second_moment / (1 - second_beta**step)
-    parameter.sub_(lr * mean / (variance.sqrt() + optim.eps))

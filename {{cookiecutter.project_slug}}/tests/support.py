@@ -2,11 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -14,21 +13,12 @@ from typing import Any
 
 import torch
 
+from rules import SMALL, STEPS
+
+torch.set_num_threads(1)  # More threads wait for each other where tests share processors.
 ROOT = Path(__file__).parents[1]
 PACKAGE = next(path.parent.name for path in ROOT.glob("src/*/parallel.py"))
-STEPS = 20
 TOLERANCE = 1e-5  # A split changes only rounding, by less than this.
-# The experiment is small: two epochs on the CPU, where all of optimizer and schedule has an effect.
-SMALL = [
-    *"--data.eval_batch_size 17 --distributed.device cpu --run.seed 7".split(),
-    *f"--train.max_steps {STEPS} --train.log_every 1 --train.eval_every 10".split(),
-    *"--checkpoint.every_steps 4 --optim.lr 1e-3 --optim.warmup_steps 5".split(),
-    *"--optim.min_lr_ratio 0.1 --optim.weight_decay 0.1 --optim.eps 1e-6".split(),
-    *("--optim.betas", "[0.8, 0.95]", "--train.clip_grad_norm", "0.1"),
-    #:: filter indent(4, true) ::#
-    #:: include "task/" ~ cookiecutter.task ~ "/small.py" ::#
-    #:: endfilter ::#
-]
 # Most tests run on RANKS ranks, and some resume on MORE_RANKS. A split is a number of ranks and the
 # settings that divide the work among them. EVALUATES_ON has numbers of ranks.
 #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/splits.py" ::#
@@ -74,9 +64,7 @@ def train(run_dir: Path, *words: str, **options: Any) -> tuple[str, str]:
     return launch("train", *SMALL, "--run.dir", str(run_dir), *words, **options)
 
 
-def end_at(
-    step: int, run_dir: Path, end: Callable[[int], object], *words: str, nproc: int = RANKS
-) -> tuple[int, str, str]:
+def end_at(step: int, run_dir: Path, end: Any, *words: str, nproc: int = RANKS) -> Any:
     """Train until a step, and ``end`` the launcher; returns its exit code, output and errors."""
     with start("train", *SMALL, "--run.dir", str(run_dir), *words, nproc=nproc) as launcher:
         deadline = time.monotonic() + 120
@@ -97,15 +85,13 @@ def children(pid: int) -> list[int]:
 
 def family(pid: int) -> list[int]:
     """Return a process and all its descendants."""
-    members = [pid]
-    for child in children(pid):
-        members.extend(family(child))
-    return members
+    return [pid] + [member for child in children(pid) for member in family(child)]
 
 
-def kill_last_rank(launcher: int) -> None:
-    """Kill the last rank, which writes no files if there are several."""
-    os.kill(children(launcher)[-1], signal.SIGKILL)
+def send(number: int, pids: list[int]) -> None:
+    """Send a signal to processes, the last one first."""
+    for pid in reversed(pids):
+        os.kill(pid, number)
 
 
 def read_records(run_dir: Path, event: str = "train") -> list[dict[str, Any]]:
@@ -139,17 +125,9 @@ def deviation(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
 
 def assert_same(ours: Path, theirs: Path) -> None:
     """Assert that two runs have bitwise the same weights, optimizer, losses, norms and metrics."""
-    for our_tensor, their_tensor in zip(tensors(load(ours)), tensors(load(theirs)), strict=True):
-        assert torch.equal(our_tensor, their_tensor)
+    for content in ("model", "optimizer"):
+        torch.testing.assert_close(load(ours)[content], load(theirs)[content], rtol=0, atol=0)
     assert read_records(ours, "eval") == read_records(theirs, "eval")
     assert (ours / "checkpoints/best").read_text() == (theirs / "checkpoints/best").read_text()
     for our_record, their_record in zip(read_records(ours), read_records(theirs), strict=True):
         assert all(our_record[key] == their_record[key] for key in ("step", "loss", "grad_norm"))
-
-
-def tensors(content: dict[str, Any]) -> list[torch.Tensor]:
-    """Return all tensors of a checkpoint in one order: weights, and the optimizer's by name."""
-    found = list(content["model"].values())
-    for _, state in sorted(content["optimizer"]["state"].items()):
-        found.extend(tensor for _, tensor in sorted(state.items()))
-    return found

@@ -1,7 +1,6 @@
 """Evaluation counts every sample once, and gives the same metrics on any number of ranks."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,27 @@ from support import EVALUATES_ON, TOLERANCE, checkpoints, launch, load, read_rec
 def plain_metrics(run_dir: Path, split: str) -> dict[str, Any]:
     """Compute the metrics of a run's last checkpoint in plain PyTorch, without a process group."""
     config = settings()
-    #:: if not fact("loop") ::#
-    dataset = plain.module("dataset")
-    plain.seed_everything(config.run.seed)
-    train_set, validation_set, test_set = dataset.build_datasets(config)
-    samples = {"train": train_set, "validation": validation_set, "test": test_set}[split]
-    task = plain.module("task").Task(config, torch.device("cpu"))
+    #:: if fact("loop") ::#
+    _, _, model = plain.build(config)
+    #:: else ::#
+    datasets, task, model = plain.build(config)
     #:: endif ::#
-    model = plain.module("model").build_model(config.model)
     model.load_state_dict(load(run_dir)["model"])
     #:: if fact("loop") ::#
     return plain.evaluate(model, config, first=100 if split == "validation" else 0)
     #:: else ::#
+    samples = datasets[["train", "validation", "test"].index(split)]
     every_sample = plain.read(samples, config.run.seed, 0, range(len(samples)))
     with torch.no_grad():
-        inputs, targets = task.prepare(*dataset.collate_fn(every_sample))
+        inputs, targets = task.prepare(*plain.module("dataset").collate_fn(every_sample))
         metrics = task.metrics(model.eval()(inputs), targets)
-    aggregated = task.aggregate({name: values.numpy() for name, values in metrics.items()})
-    return {"num_samples": len(samples), **aggregated}
+    arrays = {name: values.numpy() for name, values in metrics.items()}
+    return {"num_samples": len(samples)} | task.aggregate(arrays)
     #:: endif ::#
 
 
 @pytest.mark.parametrize("nproc", EVALUATES_ON)
-def test_every_sample_counts_once(
-    trained: Callable[..., Path], record_property: Any, nproc: int
-) -> None:
+def test_every_sample_counts_once(trained: Any, record_property: Any, nproc: int) -> None:
     run_dir = trained()
     # The batch has another size than in training. Model and dataset are those of the checkpoint.
     words = ["--checkpoint", str(checkpoints(run_dir)[-1]), "--distributed.device", "cpu"]

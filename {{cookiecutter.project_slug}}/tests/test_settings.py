@@ -12,23 +12,13 @@ from support import launch
     [
         (["train", "--optim.learning_rate", "1"], "--optim.learning_rate"),
         (["train", "--optim.lr", "fast"], "optim.lr"),
-        (["train", "--optim.lr", "inf"], "optim.lr"),
-        (["train", "--optim.l", "1"], "--optim.l"),
-        (["train", "--optim.betas", "[0.9]"], "optim.betas"),
-        (["train", "--run.seed", str(2**63)], "run.seed"),
         (["train", "--run.dir", "{}/wrong.yaml/run"], "run.dir"),
         (["train", "--train.epochs", "0"], "train.epochs"),
         (["train", "--train.precision", "fp64"], "train.precision"),
         (["train", "--data.micro_batch_size", "7"], "data.global_batch_size"),
-        (["train", "--train.microbatches", "4"], "data.micro_batch_size"),
-        (["train", "--model.weights", "nowhere.pt"], "model.weights"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["train", "--config", "{}/wrong.yaml"], "train.epoch'"),
         (["train", "--config", "{}/twice.yaml"], "train is given twice"),
-        (["train", "--config", "{}/null.yaml"], 'optim.lr"'),
-        (["train", "--config", "{}/section.yaml"], "optim in"),
-        (["train", "--config", "{}/utf16.yaml"], "utf16.yaml"),
-        (["train", "--config", "{}/null.yaml", "--config={}/null.yaml"], "--config is given twice"),
         (["evaluate"], "checkpoint"),
         (["evaluate", "--checkpoint", "nowhere.pt"], "nowhere.pt"),
         (["trian"], "trian"),
@@ -38,9 +28,6 @@ from support import launch
 def test_a_mistake_is_reported_in_one_line(tmp_path: Path, words: list[str], named: str) -> None:
     (tmp_path / "wrong.yaml").write_text("train:\n  epoch: 3\n")
     (tmp_path / "twice.yaml").write_text("train:\n  epochs: 3\ntrain:\n  max_steps: 2\n")
-    (tmp_path / "null.yaml").write_text("optim:\n  lr: null\n")
-    (tmp_path / "section.yaml").write_text("optim:\n")
-    (tmp_path / "utf16.yaml").write_text("optim:\n  lr: 1\n", "utf-16")
     command, *arguments = [word.format(tmp_path) for word in words]
     run_dir = tmp_path / "run"
     if command != "trian":

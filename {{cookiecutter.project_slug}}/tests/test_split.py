@@ -1,106 +1,123 @@
 """Losses and weights do not depend on how the work is split."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import plain
-from support import (
-    SPLITS,
-    STEPS,
-    TOLERANCE,
-    #:: if fact("exact") and not fact("loop") ::#
-    assert_same,
-    #:: endif ::#
-    deviation,
-    load,
-    module,
-    read_records,
-    settings,
-)
+#:: if fact("exact") and not fact("loop") ::#
+import support
+#:: endif ::#
+from support import SPLITS, TOLERANCE, deviation, load, module, read_records, settings
 
 # The largest relative deviations from the plain loop that are allowed.
-BOUNDS = {"loss": TOLERANCE, "grad_norm": TOLERANCE, "lr": TOLERANCE, "step": 0.0}
-BOUNDS["weights"] = TOLERANCE
+BOUNDS = dict.fromkeys(["loss", "grad_norm", "weights", "lr"], TOLERANCE) | {"step": 0.0}
 MORE = [pytest.param([]), pytest.param(["--train.compile", "true"], marks=pytest.mark.proof)]
 #:: if fact("exact") and not fact("loop") ::#
 for name in ("bf16", "fp16"):
     MORE.append(pytest.param(["--train.precision", name], marks=pytest.mark.proof))
 #:: endif ::#
-Weights = dict[str, plain.Tensor]
-Words = list[str]
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[plain.Records, Weights]:
+def expected() -> tuple[plain.Records, dict[str, torch.Tensor]]:
     """The records and the weights of a loop that splits nothing."""
-    return plain.train(settings(), STEPS)
+    return plain.train(settings())
 
 
-def compare(run_dir: Path, records: plain.Records, weights: Weights) -> dict[str, float]:
+def compare(run_dir: Path, records: plain.Records, weights: Any) -> dict[str, float]:
     """Return the largest relative deviations of a run from other records and weights."""
     deviations = {"weights": deviation(load(run_dir)["model"], weights)}
     pairs = list(zip(read_records(run_dir), records, strict=True))
     for name in ("loss", "grad_norm", "lr", "step"):
         # NumPy's maximum is NaN if one of the numbers is; Python's may be another one.
-        deviations[name] = np.max([abs(ours[name] / theirs[name] - 1) for ours, theirs in pairs])
+        found = [abs(ours[name] / theirs[name] - 1) for ours, theirs in pairs]
+        deviations[name] = float(np.max(found))
     return deviations
 
 
 def check(found: dict[str, float], bounds: dict[str, float], record_property: Any) -> None:
     """Reject deviations beyond their bounds; ``make proof`` prints them."""
     for name, value in found.items():
-        bitwise = ", bitwise" if value == 0 else ""
-        record_property(name, f"{value:.1e} (&le; {bounds[name]:.0e}){bitwise}")
-    assert all(found[name] <= bounds[name] for name in found), (
-        f"{found} beyond {bounds}: by padding, batch statistics or random numbers? "
-        "See test_experiment.py"
-    )
+        sign = "&le;" if value <= bounds[name] else "&gt;"
+        record_property(name, f"{value:.1e} ({sign} {bounds[name]:.0e})")
+    beyond = ", ".join(name for name in found if not found[name] <= bounds[name])
+    assert not beyond, f"{beyond} beyond their bounds, {found}: test_experiment.py may tell why"
 
 
-def skip_if_refused(nproc: int, *words: str) -> None:
-    """Skip a row of ``make proof`` that this strategy refuses."""
+def train_row(trained: Any, nproc: int, words: list[str], record_property: Any) -> Path:
+    """Train as a row says, which the run has to confirm; skip what this strategy refuses."""
     try:
         settings(*words).check(nproc, trains=True)
     except module("config").UserError as error:
         pytest.skip(f"refused: {error}")
+    run_dir = trained(nproc, *words)
+    provenance = json.loads((run_dir / "provenance.json").read_text())
+    confirms = provenance["world_size"] == nproc and {*words} <= {*provenance["command"].split()}
+    assert confirms, f"the run had {provenance['world_size']} ranks and {provenance['command']}"
+    losses = [record["loss"] for record in read_records(run_dir)]
+    record_property("losses", f"{losses[0]:.7g} to {losses[-1]:.7g}")
+    return run_dir
 
 
 @pytest.mark.parametrize("more", MORE, ids=str)
 @pytest.mark.parametrize(("nproc", "words"), SPLITS, ids=str)
 def test_a_split_gives_the_result_of_a_plain_loop(
-    expected: Any, trained: Any, record_property: Any, nproc: int, words: Words, more: Words
+    expected: Any, trained: Any, record_property: Any, nproc: int, words: list[str], more: list[str]
 ) -> None:
-    skip_if_refused(nproc, *words, *more)
-    run_dir = trained(nproc, *words, *more)
+    run_dir = train_row(trained, nproc, [*words, *more], record_property)
     if "--train.precision" not in more:
         check(compare(run_dir, *expected), BOUNDS, record_property)
     #:: if fact("exact") and not fact("loop") ::#
     if "--train.exact" not in words:
         first_nproc, first_words = SPLITS[0]
-        assert_same(run_dir, trained(first_nproc, *first_words, *more))
+        support.assert_same(run_dir, trained(first_nproc, *first_words, *more))
         record_property("ranks", "bitwise")
     #:: endif ::#
-#:: if not fact("exact") or fact("loop") ::#
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("fault", ["another seed", "one sample twice"])
+def test_a_fault_is_seen(trained: Any, monkeypatch: Any, record_property: Any, fault: str) -> None:
+    first_nproc, first_words = SPLITS[0]
+    if fault == "one sample twice":
+        randperm = torch.randperm
+        monkeypatch.setattr(torch, "randperm", lambda *n, **to: randperm(*n, **to).clip(min=1))
+    seed = "8" if fault == "another seed" else "7"
+    found = compare(trained(first_nproc, *first_words), *plain.train(settings("--run.seed", seed)))
+    with pytest.raises(AssertionError, match="weights, loss, grad_norm beyond"):
+        check(found, BOUNDS, record_property)
+#:: if fact("exact") and not fact("loop") ::#
+
+
+@pytest.mark.proof
+def test_other_bits_are_seen(trained: Any) -> None:
+    nproc, words = SPLITS[0]
+    other = trained(nproc, *words, "--data.micro_batch_size", "64")  # It rounds differently.
+    with pytest.raises(AssertionError):
+        support.assert_same(trained(nproc, *words), other)
+#:: else ::#
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("nproc", "words"), SPLITS[1:], ids=str)
 def test_a_split_rounds_low_precision_as_other_micro_batches_do(
-    trained: Any, record_property: Any, nproc: int, words: Words, precision: str
+    trained: Any, record_property: Any, nproc: int, words: list[str], precision: str
 ) -> None:
     low_precision = ["--train.precision", precision]
-    skip_if_refused(nproc, *words, *low_precision)
+    run_dir = train_row(trained, nproc, [*words, *low_precision], record_property)
     first_nproc, first_words = SPLITS[0]
     first = trained(first_nproc, *first_words, *low_precision)
     records = read_records(first)
     weights = load(first)["model"]
     # Smaller micro-batches are another order of the same sums: a split may change as much, twice.
-    halved = trained(first_nproc, *first_words, *low_precision, "--data.micro_batch_size", "16")
+    halves = ["--data.micro_batch_size", str(settings().data.micro_batch_size // 2)]
+    halved = trained(first_nproc, *first_words, *low_precision, *halves)
     bounds = {name: 2 * value for name, value in compare(halved, records, weights).items()}
-    found = compare(trained(nproc, *words, *low_precision), records, weights)
-    check(found, bounds, record_property)
+    check(compare(run_dir, records, weights), bounds, record_property)
 #:: endif ::#

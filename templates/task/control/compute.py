@@ -1,8 +1,7 @@
-def compute(
-    model: nn.Module, samples: Any, indices: range
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def compute(model: nn.Module, samples: Any, indices: range) -> tuple[Any, Any]:
     """Return the losses and the weight of a batch, and what each environment and episode gave."""
     config = settings()
+    config.data.micro_batch_size = None  # One micro-batch has all environments.
     dataset = module("dataset")
     task = module("task").Task(config, torch.device("cpu"))
     numbers = [samples[index][0] for index in indices]

@@ -5,6 +5,8 @@ uses only the model.
 """
 
 import math
+import random
+from collections import defaultdict
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
@@ -14,28 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rules import learning_rate, update
 from support import module
 
 Records = list[dict[str, float]]
 Tensors = dict[str, Tensor]
 
 
-def train(config: Any, steps: int) -> tuple[Records, dict[str, Tensor]]:
+def train(config: Any) -> tuple[Records, dict[str, Tensor]]:
     """Train; returns what a run has to log of each step, and the final weights."""
-    torch.manual_seed(config.run.seed)
-    model = module("model").build_model(config.model)
-    parameters = list(model.parameters())
-    moments = [(torch.zeros_like(value), torch.zeros_like(value)) for value in parameters]
+    _, _, model = build(config)
+    parameters = dict(model.named_parameters())
+    states = defaultdict[str, Any](dict)
     records = []
-    num_updates = 0
-    for step in range(steps):
+    for step in range(config.train.max_steps):
         lr = learning_rate(step, config.train.epochs, config.optim)
         losses = []
         norms = []
         for minibatch in minibatches(model, config, step):
             loss = loss_of(model, config, minibatch)
-            num_updates += 1
-            norms.append(update(parameters, loss, moments, num_updates, lr, config))
+            norms.append(take_step(parameters, states, loss, lr, config))
             losses.append(loss.item())
         means = {"loss": np.mean(losses), "grad_norm": np.mean(norms)}
         records.append({"step": step + 1, "lr": lr, **means})

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 from conftest import BIN, TEMPLATE, Bake, blocks, edit, run, weekly
-from lines import HEAD, MEASURED, POOLED, Changes, after, before, instead
+from lines import HEAD, LOADED, MEASURED, POOLED, SAMPLE, Changes, after, before, instead
+from verify import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.independent]
 
@@ -53,14 +54,140 @@ def test_a_proof_says_what_holds(bake: Bake, changes: Changes) -> None:
     run("make", "proof", f"BIN={BIN}", cwd=project, code=2 if changes else 0)
     proof, rows = (project / "proof.md").read_text(), json.loads((project / "proof.json").read_text())["rows"]
     assert len(rows) == proof.count("| test_") > 20 and all(f"| {row['test']} |" in proof for row in rows)
-    fails = [row["test"] for row in rows if not row["holds"]]
+    fails = [row["test"] for row in rows if row["outcome"] != "holds"]
+    assert f"**{len(rows) - len(fails)} of {len(rows)} rows hold" in proof
     if changes:  # Of the layouts, one process is another one than the loop too: it draws other numbers.
         assert any("plain_loop" in test for test in fails) and not any("bitwise" in test for test in fails), fails
+        assert "; 1 failed: AssertionError: weights, loss, grad_norm beyond" in proof
     else:
         numbers = {row["test"].split("[")[0]: row.keys() & {"loss", "grad_norm", "weights"} for row in rows}
         assert {"loss"} == numbers["test_every_sample_counts_once"] and "CPU" in proof
         assert {"weights"} == numbers["test_another_number_of_ranks_resumes"]
         assert not fails and all(float(row["loss"].split()[0]) < 1e-5 for row in rows if "plain_loop" in row["test"])
+        faults, edited = verify(project)
+        assert faults == [] and edited == []
+
+
+# Each way to bend a proof: files with the text that is added or replaced, the rows that run, and the lines of the
+# certificate and of `make verify` that show it.
+REUSED = """
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    train(run_dir, nproc=1)
+    return lambda *words: run_dir
+"""
+OWN_RECORDS = """
+
+def train(config):
+    import tempfile, support
+    run_dir = support.Path(tempfile.mkdtemp())
+    support.train(run_dir, nproc=1)
+    return support.read_records(run_dir), support.load(run_dir)["model"]
+"""
+LAYOUTS = "not compile and not precision and not num_workers and plain_loop"
+NOTHING, FAULT = "nothing_at_all", "seen and seed"
+BENT: dict[str, tuple[str, str, str, str, str, str]] = {
+    "a row is reused": (
+        "tests/conftest.py",
+        "",
+        REUSED,
+        LAYOUTS,
+        "failed: AssertionError: the run had 1 ranks",
+        "tests/conftest.py: differs",
+    ),
+    "a root conftest.py": (
+        "conftest.py",
+        "",
+        "import torch\n",
+        NOTHING,
+        "not rendered: `conftest.py`",
+        "conftest.py: not rendered",
+    ),
+    "deviation returns 0": (
+        "tests/support.py",
+        "    assert ours.keys() == theirs.keys()\n",
+        "    return 0.0\n",
+        FAULT,
+        "failed: AssertionError: Regex",
+        "tests/support.py: differs",
+    ),
+    "splits are deleted": (
+        "tests/support.py",
+        ", (4, [])",
+        "",
+        NOTHING,
+        "layouts: 1 rank(s), 2 rank(s) --data.num_workers 2;",
+        "proof.md: no row test_a_split_gives_the_result_of_a_plain_loop[4-[]-[]]",
+    ),
+    "the report is edited": (
+        "proof.md",
+        "**0 of 28",
+        "**28 of 28",
+        NOTHING,
+        "**28 of 28 rows",
+        "proof.md: not what tests/proof.py writes of proof.json",
+    ),
+    "the witness is the project itself": (
+        "tests/plain.py",
+        "",
+        OWN_RECORDS,
+        FAULT,
+        "failed: Failed: DID NOT RAISE",
+        "tests/plain.py: differs",
+    ),
+    "a recorded witness is the project itself": (
+        "witness/steps.json",
+        "",
+        "[[2.3, 0.1]]\n",
+        NOTHING,
+        "  witness/steps.json",
+        "witness/steps.json: not rendered; only",
+    ),
+    "settings of pytest": (
+        "pyproject.toml",
+        '"-m not proof"]',
+        '"-m not proof", "-p no:logging"]',
+        NOTHING,
+        "  pyproject.toml",
+        "pyproject.toml: the settings of pytest differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_bent_proof_shows_it(bake: Bake, name: str) -> None:
+    file, before, after, rows, in_certificate, in_verify = BENT[name]
+    project = bake()
+
+    def bend() -> None:
+        path = project / file
+        path.parent.mkdir(exist_ok=True)
+        text = path.read_text() if path.exists() else ""
+        assert not before or text.count(before) == 1
+        path.write_text(text.replace(before, after) if before else text + after)
+
+    if file != "proof.md":
+        bend()
+    fails = "failed" in in_certificate
+    run(BIN / "python", "tests/proof.py", cwd=project, code=1 if fails else 5, PYTEST_ADDOPTS=f"-k '{rows}'")
+    if file == "proof.md":
+        bend()
+    assert in_certificate in (project / "proof.md").read_text()
+    faults, edited = verify(project)
+    assert any(fault.startswith(in_verify) for fault in faults), faults
+    assert edited == []
+
+
+def test_what_an_experiment_may_change_is_printed(bake: Bake) -> None:
+    project = bake(parallelism="pipeline", task="language", project_slug="other")
+    rules = project / "tests/rules.py"
+    rules.write_text(rules.read_text().replace("STEPS = 20", "STEPS = 12"))
+    run(BIN / "python", "tests/proof.py", cwd=project, code=5, PYTEST_ADDOPTS=f"-k {NOTHING}")
+    assert "\nSTEPS = 12\n" in (project / "proof.md").read_text()
+    faults, edited = verify(project)
+    assert edited == ["tests/rules.py"] and all(fault.endswith(" not run") for fault in faults), faults
 
 
 @pytest.mark.weekly
@@ -144,6 +271,19 @@ FAULTY: dict[str, tuple[str, Changes, str]] = {
         "digits",
         before(MEASURED, "outputs = outputs + torch.randn_like(outputs)"),
         "loss depends on random numbers",
+    ),
+    "a number that each forward changes": (
+        "digits",
+        after(HEAD, "self.calls = 0")
+        | before(POOLED, "self.calls += 1\n        features = features * (1 + self.calls / 100)"),
+        "loss depends on random numbers or earlier batches",
+    ),
+    "augmented samples that are kept": (
+        "digits",
+        after(LOADED, "self.kept = {}")
+        | instead(SAMPLE, "return self.kept.setdefault(index, image), self.labels[index]")
+        | {("config.py", "7] = 0"): "7] = 1"},
+        "after another epoch",
     ),
 }
 

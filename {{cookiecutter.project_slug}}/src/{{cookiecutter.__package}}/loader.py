@@ -14,7 +14,7 @@ from .config import Config, UserError
 from .dataset import collate_fn
 from .distributed import STOP_SIGNALS, derive_seed, exit_now, seed_everything
 
-# Loader processes hold a copy of the dataset, so a sampler tells them the epoch: (epoch, index).
+# Loader processes hold a copy of the dataset, so keys bring them the epoch: (epoch, index).
 Key = tuple[int, int]
 
 
