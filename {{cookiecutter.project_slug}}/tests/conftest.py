@@ -1,7 +1,7 @@
 """Runs that several tests look at."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +9,7 @@ from support import RANKS, train
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function that trains, once per number of ranks and settings, and returns the run.dir."""
     run_dirs: dict[tuple[object, ...], Path] = {}
 

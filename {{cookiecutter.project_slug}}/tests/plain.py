@@ -3,9 +3,7 @@
 #:: else ::#
 """A plain loop in one process, from which no run must differ, written from the documented rules.
 
-Of the package, it uses only the experiment: model, datasets and loss. So it repeats no mistake in
-the order of samples, random numbers, the schedule, clipping or the optimizer.
-"""
+Of the package, it uses only model, datasets and loss, and so repeats no mistake of the others."""
 
 import math
 import random
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from rules import learning_rate, update
 from support import module
@@ -57,7 +56,10 @@ def batches(train_set: Any, config: Any) -> Iterator[Any]:
         for start in range(0, len(train_set) - size + 1, size):
             firsts = range(start, start + size, micro)
             parts = [read(train_set, seed, epoch, order[first : first + micro]) for first in firsts]
-            yield [module("dataset").collate_fn(part) for part in parts]
+            batch = [module("dataset").collate_fn(part) for part in parts]
+            if config.train.precision == "fp64":
+                batch = tree_map_only(torch.FloatTensor, Tensor.double, batch)
+            yield batch
 
 
 def read(samples: Any, seed: int, epoch: int, indices: Any) -> list[Any]:
@@ -71,7 +73,8 @@ def read(samples: Any, seed: int, epoch: int, indices: Any) -> list[Any]:
 
 
 def build(config: Any) -> tuple[Any, Any, Any]:
-    """Return the datasets, the task and the model of an experiment."""
+    """Return the datasets, the task and the model of an experiment; fp64 stays the default type."""
+    torch.set_default_dtype(torch.float64 if config.train.precision == "fp64" else torch.float32)
     seed_everything(config.run.seed)
     datasets = module("dataset").build_datasets(config)
     task = module("task").Task(config, torch.device("cpu"))
@@ -97,7 +100,7 @@ def take_step(parameters: Any, states: Any, loss: Tensor, lr: float, config: Any
     """Take a step with the clipped gradient of a loss; returns its norm before it was clipped."""
     gradients = torch.autograd.grad(loss, list(parameters.values()))
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-    scale = min(1.0, config.train.clip_grad_norm / norm)
+    scale = min(1.0, config.train.clip_grad_norm / (norm + 1e-6))  # As in clip_grad_norm_().
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
         update(name, parameter, gradient * scale, states[name], lr, config.optim)
     return norm

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from plain import build
-from support import ROOT, SPLITS, STEPS, TOLERANCE, settings
+from support import FP64_TOLERANCE, ROOT, SPLITS, STEPS, settings
 
 TESTS = ["tests/test_split.py", "tests/test_resume.py", "tests/test_evaluate.py"]
 COLUMNS = ["test", "losses", "loss", "grad_norm", "weights", "ranks", "outcome", "seconds"]
@@ -94,7 +94,7 @@ def main() -> int:
         "losses": next((row["losses"] for row in rows if "losses" in row), "unknown"),
         "steps": STEPS,
         "layouts": ", ".join(" ".join([f"{nproc} rank(s)", *words]) for nproc, words in SPLITS),
-        "tolerance": TOLERANCE,
+        "tolerance": FP64_TOLERANCE,
         "date": time.strftime("%F"),
         "commit": subprocess.getoutput("git describe --always --dirty"),
         "device": f"{platform.platform()}, CPU, {os.cpu_count()} processors",

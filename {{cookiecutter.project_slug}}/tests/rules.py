@@ -1,7 +1,4 @@
-"""What an experiment changes for its tests; proof.md prints this file, and hashes of the others.
-
-The schedule and the optimizer are written once more, so that a mistake in optim.py is seen.
-"""
+"""What an experiment changes for its tests, printed in proof.md; it repeats optim.py's rules."""
 
 import math
 from typing import Any

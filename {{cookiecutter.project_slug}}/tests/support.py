@@ -18,10 +18,11 @@ from rules import SMALL, STEPS
 torch.set_num_threads(1)  # More threads wait for each other where tests share processors.
 ROOT = Path(__file__).parents[1]
 PACKAGE = next(path.parent.name for path in ROOT.glob("src/*/parallel.py"))
-TOLERANCE = 1e-5  # A split changes only rounding, by less than this.
-# Most tests run on RANKS ranks, and some resume on MORE_RANKS. A split is a number of ranks and the
-# settings that divide the work among them. EVALUATES_ON has numbers of ranks.
+TOLERANCE = 1e-5  # A split changes only rounding, by less than this in fp32, unless it grows.
+FP64, FP64_TOLERANCE = ["--train.precision", "fp64"], 1e-10
+# A split is a number of ranks and settings. Most tests run on RANKS; some resume on MORE_RANKS.
 #:: include "parallelism/" ~ cookiecutter.parallelism ~ "/splits.py" ::#
+FIRST: tuple[Any, ...] = (SPLITS[0][0], *SPLITS[0][1])
 
 
 def module(name: str) -> Any:

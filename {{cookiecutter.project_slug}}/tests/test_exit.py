@@ -9,7 +9,6 @@ from support import RANKS, children, end_at, train
 
 def fault(folder: Path, action: str) -> dict[str, str]:
     """Return an environment in which the last rank runs ``action`` before its third step."""
-    # Python imports sitecustomize when it starts, in each process that has this PYTHONPATH.
     (folder / "sitecustomize.py").write_text(
         "import os, time, torch\n"
         "step, steps = torch.optim.AdamW.step, []\n"

@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import support
 from support import checkpoints, children, family, send, train
 
 # The exit code of each way to stop a run, and what stops it.
-STOPS: dict[str, tuple[int, Callable[[int], None]]] = {
+STOPS: dict[str, Any] = {
     "SIGTERM to the launcher": (143, lambda pid: send(signal.SIGTERM, [pid])),
     "Ctrl-C to every process": (130, lambda pid: send(signal.SIGINT, family(pid))),
     "SIGUSR1 to one rank": (143, lambda pid: send(signal.SIGUSR1, children(pid)[-1:])),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .checkpoint import Checkpointer, copy_state, load_parameter_state
 from .config import Config, UserError
-from .distributed import Process
+from .distributed import Process, wide_dtype
 from .model import build_model
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,7 +111,7 @@ class Parallel:
                 "a parameter is unused in the last micro-batch; use it, or set train.allow_unused"
             )
         gradients = [value.grad for value in self.module.parameters() if value.grad is not None]
-        total_norm = norm(gradients).float()
+        total_norm = norm(gradients).to(wide_dtype())
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)
         return total_norm
 
@@ -133,8 +133,7 @@ class Parallel:
         weights = {}
         parameters = dict(self.module.named_parameters())
         # Rank 0 sends one tensor after the other, with its state.
-        names = self.process.all_gather(list(model))[0]
-        for name in names:
+        for name in self.process.all_gather(list(model))[0]:
             entry = [model.get(name), state.get(name, {})]
             dist.broadcast_object_list(entry, 0, self.process.cpu_group)
             weights[name] = entry[0]

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
-from .distributed import Process
+from .distributed import Process, wide_dtype
 from .model import build_model
 from .sharded import Checkpointer, collect_state, load_state
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Gradients = dict[Any, Tensor]  # By parameter: a gradient, or a sum of gradients.
 
 
@@ -44,16 +44,16 @@ class Parallel:
         self.matches_one_rank = self.dp_size & (self.dp_size - 1) == 0
         self.allow_unused = config.train.allow_unused
         self.exact = config.train.exact
-        precision = config.train.precision
+        dtype = DTYPES.get(config.train.precision, wide_dtype())
         # fp16 rounds small gradients to zero: the scaler multiplies the loss, and so gradients.
         # A micro-batch has a small part of the mean loss: more of them allow a larger scale.
         self.scaler = torch.amp.GradScaler(
             self.device.type,
             init_scale=2.0**16 * config.data.num_microbatches,
-            enabled=precision == "fp16",
+            enabled=dtype == torch.float16,
         )
         # Blocks compute in this precision; shards stay in fp32, and so do sums of gradients.
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide_dtype())
         mesh = self.build_mesh(config.parallel.replicas)
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
         self.partial_sums = list[Gradients]()
@@ -186,7 +186,7 @@ class Parallel:
         dist.all_gather(norms, local_norm, group=self.shard_group)
         # Shards add up in another order than a whole tensor. In float64, that changes the rounded
         # norm in one of about 10**5 to 10**7 steps, depending on the tensors' sizes.
-        total_norm = norm(norms).float()
+        total_norm = norm(norms).to(wide_dtype())
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, total_norm)
         return total_norm
 

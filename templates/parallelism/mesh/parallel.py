@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only  # Private; optree has the same.
 
 from .config import Config, UserError
-from .distributed import Process, seed_everything
+from .distributed import Process, seed_everything, wide_dtype
 from .model import build_model
 from .plan import is_sharded_by_plan, shard_layers
 from .sharded import Checkpointer, load_state
@@ -85,9 +85,9 @@ class Parallel:
 
     def build_stage(self, config: Config, mesh: DeviceMesh) -> None:
         """Build the model, and keep the blocks of this rank's stage."""
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else wide_dtype()
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide_dtype())
         # Gathered weights serve all micro-batches: a schedule frees them after the last backward.
         shard: Any = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.outline = Outline(config.model, self.layout.pipeline, dtype)

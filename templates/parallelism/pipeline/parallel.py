@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 from torch.optim import Optimizer
 
 from .config import Config, UserError
-from .distributed import Process, seed_everything
+from .distributed import Process, seed_everything, wide_dtype
 from .model import build_model
 from .sharded import Checkpointer, load_state
 from .stages import Outline, Shapes, Stage, gather_state_dict, prepare_block
@@ -80,9 +80,9 @@ class Parallel:
 
     def build_stages(self, config: Config, mesh: DeviceMesh) -> None:
         """Build the model, and keep the blocks of this rank's stages."""
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else wide_dtype()
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide_dtype())
         # Gathered weights serve all micro-batches: a schedule frees them after the last backward.
         shard: Any = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.outline = Outline(config.model, self.num_stages, dtype)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only  # Private; optree has the same.
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, UserError
-from .distributed import Process
+from .distributed import Process, wide_dtype
 from .model import build_model
 from .plan import is_sharded_by_plan, shard_layers, tensor_plan
 from .sharded import Checkpointer, collect_state, load_state
@@ -62,9 +62,9 @@ class Parallel:
         count = config.data.num_microbatches // self.dp_size
         # The numbers of this rank's micro-batches in the global batch.
         self.microbatches = range(count * self.dp_rank, count * (self.dp_rank + 1))
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else wide_dtype()
         # Blocks compute in this type; shards stay in fp32, and so do sums of gradients.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide_dtype())
         self.shard_model(config, partial(fully_shard, mesh=mesh, mp_policy=policy))
         # The parameters that forward sees, and those that the last backward has reached.
         self.gathered = dict[str, Tensor]()

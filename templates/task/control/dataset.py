@@ -71,7 +71,7 @@ class Environment:
         """Start the next episode."""
         observation, _ = self.gym.reset(seed=derive_seed(*self.key, self.episode))
         # The next action responds to this; its shape is (numbers,).
-        self.observation = torch.as_tensor(observation, dtype=torch.float32)
+        self.observation = torch.as_tensor(observation, dtype=torch.get_default_dtype())
         self.episode += 1
 
     def step(self, action: int) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class Environment:
         """
         observation, reward, terminated, truncated, _ = self.gym.step(action)
         # Some environments return numbers of another type than the model's weights.
-        next_observation = torch.as_tensor(observation, dtype=torch.float32)
+        next_observation = torch.as_tensor(observation, dtype=torch.get_default_dtype())
         ended = terminated or truncated
         self.observation = next_observation
         if ended:

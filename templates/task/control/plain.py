@@ -49,7 +49,7 @@ def minibatches(model: nn.Module, config: Any, step: int) -> Iterator[Tensors]:
     acted = [act(model, config, step, number) for number in numbers]
     experience = {name: torch.stack([tensors[name] for tensors in acted]) for name in acted[0]}
     advantage = experience["advantage"]
-    experience["advantage"] = (advantage - advantage.mean()) / advantage.std(correction=0)
+    experience["advantage"] = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
     for number in range(settings.passes):
         generator = torch.Generator().manual_seed(hashed(config.run.seed, "pass", step, number))
         order = torch.randperm(settings.steps, generator=generator)
@@ -71,16 +71,18 @@ def act(model: nn.Module, config: Any, step: int, number: int) -> Tensors:
         if has_ended:
             seen, _ = environment.reset(seed=hashed(seed, "collect", step, number, episode))
             episode += 1
-        *logits, value = model(torch.tensor(seen))
+        row = {"seen": torch.tensor(seen, dtype=torch.get_default_dtype())}
+        *logits, value = model(row["seen"])
         log_probs = torch.stack(logits).log_softmax(dim=0)
         # The action is the one in whose part of the cumulative distribution the number lies.
         limits = log_probs.exp().cumsum(dim=0)[:-1]
         action = 0
         while action < len(limits) and uniform >= limits[action]:
             action += 1
-        row = {"seen": torch.tensor(seen), "action": torch.tensor(action), "value": value}
+        row |= {"action": torch.tensor(action), "value": value}
         seen, reward, terminated, truncated, _ = environment.step(action)
-        next_value = 0.0 if terminated else float(model(torch.tensor(seen))[-1])
+        next_seen = torch.tensor(seen, dtype=torch.get_default_dtype())
+        next_value = 0.0 if terminated else float(model(next_seen)[-1])
         has_ended = terminated or truncated
         row |= {"log_prob": log_probs[action], "reward": float(reward)}
         rows.append(row | {"next_value": next_value, "has_ended": has_ended})

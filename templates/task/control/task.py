@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .config import Config
 from .dataset import Policy, collect, minibatches, play
-from .distributed import Process
+from .distributed import Process, wide_dtype
 
 VALUE_WEIGHT = 0.5  # The weight of the critic's squared error in the loss.
 
@@ -28,7 +28,7 @@ class Task:
 
     def policy(self, predict: Callable[[Any], Any]) -> Policy:
         """Return the model as a function on the CPU, where the environments are."""
-        return lambda observations: predict(observations.to(self.device)).float().cpu()
+        return lambda observations: predict(observations.to(self.device)).to("cpu", wide_dtype())
 
     def learn(
         self,
@@ -58,8 +58,8 @@ class Task:
         have ``action``, ``log_prob``, ``advantage`` and ``return``, of shape (environments, time).
         """
         settings = self.config.dataset
-        # Losses are computed in fp32, even if the model computes in bf16 or fp16.
-        outputs = outputs.float()
+        # Losses are computed in fp32 or fp64, even if the model computes in bf16 or fp16.
+        outputs = outputs.to(wide_dtype())
         advantage = targets["advantage"]
         log_probs = outputs[..., :-1].log_softmax(dim=-1)
         log_prob = log_probs.gather(-1, targets["action"][..., None])[..., 0]
@@ -110,11 +110,11 @@ class Task:
 def normalize(values: Tensor, process: Process) -> Tensor:
     """Shift and scale values to mean 0 and standard deviation 1 over all ranks; a collective."""
     # float64 limits rounding errors: the variance below is the difference of two large numbers.
-    values = values.double()
+    wide_values = values.double()
     local_sums = (
-        values.numel(),
-        values.sum().item(),
-        values.square().sum().item(),
+        wide_values.numel(),
+        wide_values.sum().item(),
+        wide_values.square().sum().item(),
     )
     count = 0
     total = 0.0
@@ -127,5 +127,5 @@ def normalize(values: Tensor, process: Process) -> Tensor:
     mean = total / count
     # Rounding may leave less than 0 of a variance of 0.
     variance = max(0.0, total_of_squares / count - mean**2)
-    normalized = (values - mean) / (math.sqrt(variance) + 1e-8)
-    return normalized.float()
+    normalized = (wide_values - mean) / (math.sqrt(variance) + 1e-8)
+    return normalized.to(values.dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .config import Config
+from .distributed import wide_dtype
 from .model import CLASSES
 
 
@@ -31,8 +32,8 @@ class Task:
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums by name, of (batch, classes) logits and labels; only ``loss`` is trained."""
         # A second loss that this adds to `loss` is no part of the `loss` that metrics() returns.
-        # Losses are computed in fp32, even if the model computes in bf16 or fp16.
-        return {"loss": F.cross_entropy(outputs.float(), targets, reduction="sum")}
+        # Losses are computed in fp32 or fp64, even if the model computes in bf16 or fp16.
+        return {"loss": F.cross_entropy(outputs.to(wide_dtype()), targets, reduction="sum")}
 
     def weight(self, targets: Any) -> int | Tensor:
         """Return what a micro-batch's losses are divided by; it may differ by micro-batch."""
@@ -40,7 +41,7 @@ class Task:
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return metrics of each sample, by name: tensors whose first dimension is the batch."""
-        losses = F.cross_entropy(outputs.float(), targets, reduction="none")
+        losses = F.cross_entropy(outputs.to(wide_dtype()), targets, reduction="none")
         return {"loss": losses, "prediction": outputs.argmax(dim=1), "target": targets}
 
     def aggregate(self, metrics: dict[str, np.ndarray]) -> dict[str, Any]:

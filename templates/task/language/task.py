@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .config import Config
 from .dataset import describe
+from .distributed import wide_dtype
 from .model import build_model
 
 # NVIDIA's data sheets give these 10^12 operations per second, in bf16 without sparsity.
@@ -45,8 +46,8 @@ class Task:
     def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return sums by name, of logits and (batch, time) targets; only ``loss`` is trained."""
         # A second loss that this adds to `loss` is no part of the `loss` that metrics() returns.
-        # Losses are computed in fp32, even if the model computes in bf16 or fp16.
-        logits = outputs.float().flatten(0, 1)
+        # Losses are computed in fp32 or fp64, even if the model computes in bf16 or fp16.
+        logits = outputs.to(wide_dtype()).flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
         return {"loss": loss}
 
@@ -58,7 +59,7 @@ class Task:
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Return metrics of each sample, by name: tensors whose first dimension is the batch."""
-        logits = outputs.float().flatten(0, 1)
+        logits = outputs.to(wide_dtype()).flatten(0, 1)
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         losses = losses.view_as(targets)
         return {"loss": losses.sum(dim=1), "count": (targets != -100).sum(dim=1)}

@@ -125,11 +125,8 @@ def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
 
 def holds_settings(path: str) -> bool:
     """Return whether a file holds settings; rejects a key given twice, and what is no section."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            document = yaml.compose(file, yaml.SafeLoader)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text file in UTF-8: {error}") from None
+    with open(path, "rb") as file:  # PyYAML names the file where bytes are no text.
+        document = yaml.compose(file, yaml.SafeLoader)
     # Comments alone, an empty document and null all mean that every setting keeps its default.
     if document is None or document.tag == "tag:yaml.org,2002:null":
         return False

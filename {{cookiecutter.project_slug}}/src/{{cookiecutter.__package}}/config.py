@@ -75,8 +75,8 @@ class TrainConfig:
     """Number of passes over the training set."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps; the schedule does not change, so that a later run can resume."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the forward and backward passes. Weights stay in fp32; fp16 scales the loss."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Precision of forward and backward. Weights stay in fp32; fp64 has all, to compare on CPUs."""
     exact: bool = True
     """The same bits in each run: deterministic algorithms, full fp32, one order of sums."""
     compile: bool = False
@@ -175,10 +175,7 @@ class Config:
             )
 
     def divide_batch(self, content: Any, world_size: int) -> None:
-        """Set the size of micro-batches if it is null, and their number.
-
-        The size is then that of the first start: ``content``, which the run resumes from, has it.
-        """
+        """Set the number of micro-batches and, if null, their size, which a checkpoint may have."""
         saved = content.get("config") or asdict(self)
         local_batch_size = self.data.global_batch_size // self.parallel.dp_size(world_size)
         # Checkpoints of version 1 have the number of a rank's micro-batches instead.

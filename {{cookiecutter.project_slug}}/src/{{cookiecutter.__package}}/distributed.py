@@ -41,7 +41,7 @@ class Process:
     cpu_group: Any = None  # A gloo group of all ranks, whose messages do not wait for the device.
     num_calls: int = 0  # The number of calls of on_main, the same on all ranks.
     # A thread writes checkpoints while training continues. A failed run waits for it, too.
-    writer = ThreadPoolExecutor(max_workers=1)
+    writer = ThreadPoolExecutor(1)
 
     def on_main(self, action: Callable[[], Any]) -> Any:
         """Read or write files on rank 0; all ranks get the result, by JSON, or an error."""
@@ -175,6 +175,11 @@ def choose_algorithms(exact: bool) -> None:
     torch.backends.cudnn.benchmark = not exact  # A benchmark may choose others in every run.
 
 
+def wide_dtype() -> torch.dtype:
+    """Return the type of losses and norms: fp32, or fp64 where it is the default type."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
 def cleanup(process: Process, stopped: bool = False) -> None:
     """Leave the process group, and end the process: exit code 0, or 130 or 143 after a stop."""
     code = int(process.store.get("stop")) if stopped else 0
@@ -197,11 +202,11 @@ def derive_seed(*key: int | str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def seed_everything(seed: int, device: torch.device | None = None) -> None:
+def seed_everything(seed: int, device: torch.device = CPU) -> None:
     """Seed Python, NumPy and PyTorch, on the CPU and, if given, on an accelerator."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    if device is None or device == CPU:
+    if device == CPU:
         # The function below takes 0.1 ms to look for accelerators, and this runs for each sample.
         torch.default_generator.manual_seed(seed)
     else:

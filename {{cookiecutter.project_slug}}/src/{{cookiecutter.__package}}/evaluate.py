@@ -23,8 +23,7 @@ class Evaluator:
     def __init__(self, task: Task, parallel: Parallel, dataset: Any, config: Config) -> None:
         self.task = task
         self.parallel = parallel
-        self.num_samples = len(dataset)
-        batches = torch.arange(self.num_samples).split(config.data.eval_batch_size)
+        batches = torch.arange(len(dataset)).split(config.data.eval_batch_size)
         # All ranks run equally many batches, as forward may be a collective: some repeat one.
         end = len(batches) + -len(batches) % parallel.dp_size
         self.batches = [
@@ -86,8 +85,7 @@ class Evaluator:
         merged = {}
         for name in parts[0]:
             merged[name] = np.concatenate([part[name] for part in parts])
-        # Sums of floats depend on their order; the dataset's is the same on any number of ranks.
-        # This also drops all but one copy of a sample whose batch is repeated.
+        # Sums depend on the order, here the dataset's. A repeated batch's samples stay once.
         order = np.unique(merged["index"], return_index=True)[1]
         merged = {name: values[order] for name, values in merged.items()}
         aggregated = self.task.aggregate(merged)
@@ -96,11 +94,11 @@ class Evaluator:
             text = json.dumps(aggregated, default=lambda array: array.tolist())
         except (AttributeError, TypeError, ValueError) as error:
             raise UserError(f"Task.aggregate returns what JSON cannot hold: {error}") from None
-        metrics: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
+        metrics = json.loads(text, parse_constant=lambda _: None)
         best_metric = metrics.get(self.task.best_metric, "missing")
         if not isinstance(best_metric, int | float | None):
             raise UserError(f"Task.aggregate returns no number as {self.task.best_metric!r}")
-        return metrics
+        return {"num_samples": len(order), **metrics}
 
 
 def evaluate(options: Any, config: Config, given: set[str], process: Process) -> None:
@@ -109,5 +107,5 @@ def evaluate(options: Any, config: Config, given: set[str], process: Process) ->
     dataset = datasets[1 if options.split == "validation" else 2]
     metrics = Evaluator(task, parallel, dataset, config)(process)
     if process.rank == 0:
-        head = {"event": "eval", "step": step, "split": options.split, "num_samples": len(dataset)}
+        head = {"event": "eval", "step": step, "split": options.split}
         print(json.dumps(head | metrics))

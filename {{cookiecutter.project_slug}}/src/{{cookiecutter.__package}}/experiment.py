@@ -17,6 +17,8 @@ from .task import Task
 
 def build_experiment(config: Config, process: Process) -> tuple[Any, Parallel, Any]:
     """Build the task, the model, and the sets for training, validation and test."""
+    if config.train.precision == "fp64":
+        torch.set_default_dtype(torch.float64)
     # A random split of the data is the same on all ranks, and in every command.
     seed_everything(config.run.seed)
     datasets = build_datasets(config)

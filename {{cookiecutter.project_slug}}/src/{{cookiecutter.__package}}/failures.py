@@ -25,7 +25,7 @@ MISTAKES = re.compile(
     "|not require grad"  # The loss depends on no parameter that is trained.
     "|non-contiguous parameters"  # A parameter with strides of its own cannot be sharded.
     "|uneven sharding on dim"  # A parameter's width does not divide into as many shards.
-    "|have NCCL|no GPUs found"  # NCCL needs a build of PyTorch with it, and a GPU.
+    "|have NCCL|no GPUs found|support float64"  # NCCL needs GPUs; Apple's have no fp64.
     "|sparse (tensors|gradient)"  # Only dense tensors are averaged.
     "|from the 'Sparse"
     "|'closure'"  # An optimizer, such as LBFGS, wants to call the model itself.
@@ -52,7 +52,7 @@ def fail(error: Exception, process: Process) -> NoReturn:
     try:
         # If rank 0 is dead, the store may not answer for hours. A thread can be left behind.
         answer = ThreadPoolExecutor(1).submit(report, describe(error), process)
-        reason, prints = answer.result(timeout=4 * REPORT_SECONDS)
+        reason, prints = answer.result(4 * REPORT_SECONDS)
     except (RuntimeError, TimeoutError):
         reason = "no report from rank 0: dead, or cut off"
         # Without the store, ranks cannot agree on which one prints: at most eight do.

@@ -35,13 +35,10 @@ def read(path: Path) -> Content:
             damaged_member = archive.testzip()
         if damaged_member is not None:
             raise ValueError(f"the checksum of {damaged_member} is wrong")
-        # weights_only accepts tensors and plain values alone, as a pickle could run any code. With
-        # mmap, the bytes of a tensor are only read when it is used.
+        # weights_only runs no code of a pickle; mmap reads the bytes of a tensor when it is used.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise  # The disk failed, and the file may be intact: it must not be set aside as damaged.
-    except zipfile.BadZipFile:
-        reason = "it is no zip archive; if PyTorch before 1.6 wrote it, load and save it again"
     except Exception as error:
         reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0]
         reason = reason or type(error).__name__

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config, UserError
 from .dataset import collate_fn
-from .distributed import STOP_SIGNALS, derive_seed, exit_now, seed_everything
+from .distributed import STOP_SIGNALS, derive_seed, exit_now, seed_everything, wide_dtype
 
 # Loader processes hold a copy of the dataset, so keys bring them the epoch: (epoch, index).
 Key = tuple[int, int]
@@ -64,8 +64,11 @@ class Seeded(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.dtype = torch.get_default_dtype()
 
     def __getitem__(self, key: Key) -> Any:
+        # A loader process starts with fp32 as its default type, whatever its rank has.
+        torch.set_default_dtype(self.dtype)
         epoch, index = key
         seed_everything(derive_seed(self.seed, epoch, index))
         return self.dataset[index]
@@ -114,4 +117,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch of any nesting with its tensors on ``device``; the copies do not block."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserError(f"a batch is a pair (inputs, targets), not a {type(batch).__name__}")
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def move(tensor: Tensor) -> Tensor:
+        # Data sets have tensors in fp32, such as those of files, under train.precision fp64 too.
+        dtype = tensor.dtype
+        if dtype == torch.float32:
+            dtype = wide_dtype()
+        return tensor.to(device, dtype, non_blocking=True)
+
+    return tree_map_only(Tensor, move, batch)

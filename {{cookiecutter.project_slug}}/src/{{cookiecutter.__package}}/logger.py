@@ -44,10 +44,10 @@ class Logger:
         for record in restore_records(self.run_dir / "metrics.jsonl", step):
             if record.get("event") == "eval":
                 self.evaluations[record["step"]] = record
-        ranks = f"{process.world_size} rank(s), {process.device}"
         self.print(
-            f"{self.run_dir}: step {step} of {total_steps} on {ranks}, in micro-batches of "
-            f"{config.data.micro_batch_size}; train.precision {config.train.precision}"
+            f"{self.run_dir}: step {step} of {total_steps} on {process.world_size} rank(s), "
+            f"{process.device}, in micro-batches of {config.data.micro_batch_size}; "
+            f"train.precision {config.train.precision}"
         )
         for change in changes:
             self.print(f"changed: {change}")
@@ -66,20 +66,16 @@ class Logger:
             record.update(part)
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        self.print(self.format_record(record))
+        line = f"{record['event']:5}  step {record['step']}/{self.total_steps}"
+        for name, value in record.items():
+            if isinstance(value, float):
+                line += f"  {name} {value:.5g}"
+        self.print(line)
         if record["event"] == "eval":
             self.evaluations[record["step"]] = record
         #:: if file("tracker", "tracker.py") ::#
         self.tracker.log(record)
         #:: endif ::#
-
-    def format_record(self, record: Record) -> str:
-        """Return a record as the line to print, with all its floats."""
-        line = f"{record['event']:5}  step {record['step']}/{self.total_steps}"
-        for name, value in record.items():
-            if isinstance(value, float):
-                line += f"  {name} {value:.5g}"
-        return line
 
     def print(self, text: str) -> None:
         """Print one line on rank 0."""
@@ -96,7 +92,7 @@ class Logger:
             if isinstance(value, int | float):
                 values[step] = value
         # Steps with equal values keep their order, earlier ones first, in reverse order too.
-        return sorted(values, key=lambda step: values[step], reverse=task.higher_is_better)
+        return sorted(values, key=values.__getitem__, reverse=task.higher_is_better)
     #:: if file("tracker", "tracker.py") ::#
 
     def close(self) -> None:
@@ -108,13 +104,11 @@ class Logger:
 
 def restore_records(path: Path, last_step: int) -> list[Record]:
     """Return the records up to ``last_step``; remove later ones, which will be written again."""
-    lines = []
-    if path.exists():
-        # Bytes that are no UTF-8 must not end the run: json.loads rejects their line below.
-        lines = path.read_text(errors="replace").splitlines()
+    path.touch()
     records = []
     is_damaged = False
-    for line in lines:
+    # Bytes that are no UTF-8 must not end the run: json.loads rejects their line.
+    for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
             if record["step"] <= last_step:
@@ -129,13 +123,10 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
 
 def write_provenance(path: Path, process: Process, step: int) -> None:
     """Write where this start of the run came from; ``earlier`` has the starts before it."""
-    earlier = []
-    if path.exists():
-        try:
-            previous = json.loads(path.read_text())
-            earlier = [previous, *previous.pop("earlier", [])]
-        except (AttributeError, RecursionError, TypeError, ValueError):
-            set_aside(path, f"{path} is no JSON object")
+    earlier = []  # A damaged file is replaced.
+    with suppress(AttributeError, OSError, RecursionError, TypeError, ValueError):
+        previous = json.loads(path.read_text())
+        earlier = [previous, *previous.pop("earlier", [])]
     content = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import UserError
+from .distributed import wide_dtype
 
 # The losses of each micro-batch of a step by name, and the step's grad_norm.
 StepLosses = list[dict[str, Tensor]]
@@ -27,7 +28,9 @@ class MeanLosses:
     def set_weight(self, microbatches: list[Any]) -> None:
         """Begin a step: find what losses are divided by, the mean weight of all micro-batches."""
         self.parts = StepLosses()
-        self.weights = torch.zeros(self.num_microbatches, device=self.parallel.device).float()
+        self.weights = torch.zeros(
+            self.num_microbatches, dtype=wide_dtype(), device=self.parallel.device
+        )
         for number, (_, targets) in zip(self.parallel.microbatches, microbatches, strict=True):
             # An assignment would copy a number to the device, and wait for it.
             self.weights[number].fill_(self.task.weight(targets))

@@ -18,9 +18,8 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     panels = choose_panels(run_dirs)
     rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
-    axes = None
     for number, name in enumerate(sorted(panels), start=1):
-        axes = figure.add_subplot(rows, COLUMNS, number, sharex=axes, xlabel="step", title=name)
+        axes = figure.add_subplot(rows, COLUMNS, number, xlabel="step", title=name)
         for (event, color, _), points in panels[name].items():
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, ".--" if event == "eval" else "-", color=color)
@@ -35,8 +34,8 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[str, Any]:
     for index, run_dir in enumerate(run_dirs):
         text = Path(run_dir, "metrics.jsonl").read_text()
         # A live run may have written only a part of its last line, without the newline at its end.
-        complete_lines, _, _ = text.rpartition("\n")
-        for line in complete_lines.splitlines():
+        complete_lines = text.split("\n")[:-1]
+        for line in complete_lines:
             record = json.loads(line)
             for name, value in record.items():
                 # Several numbers, such as one for each class, have a curve for each entry.

@@ -255,4 +255,4 @@ class Trainer:
         with torch.compiler.set_stance("force_eager"):
             metrics = self.evaluator(self.process)
         position = {"event": "eval", "step": self.step, "split": "validation"}
-        self.logger.log(position, {"num_samples": self.evaluator.num_samples}, metrics)
+        self.logger.log(position, metrics)
