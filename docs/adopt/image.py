@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
+torch.set_default_dtype(torch.float64)  # witness
 EPOCHS, BATCH = 8, 128
 
 
@@ -29,7 +30,7 @@ class Digits(Dataset):
 
 
 with np.load("src/my_experiment/digits.npz") as arrays:
-    images = torch.from_numpy(arrays["train_images"]).float()[:, None] / 16
+    images = torch.from_numpy(arrays["train_images"])[:, None] / 16
     labels = torch.from_numpy(arrays["train_labels"]).long()
 train_set = Digits(images[:1200], labels[:1200], augment=True)
 validation_set = Digits(images[1200:], labels[1200:], augment=False)

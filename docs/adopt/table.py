@@ -9,6 +9,7 @@ from my_experiment.loader import Seeded, TrainSampler  # witness
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+torch.set_default_dtype(torch.float64)  # witness
 EPOCHS, BATCH = 20, 128
 
 
@@ -24,7 +25,7 @@ x, y, weight = make_table(2500)
 train, validation = slice(0, 1600), slice(1600, 2000)
 x = (x - x[train].mean(axis=0)) / x[train].std(axis=0)
 y = (y - y[train].mean()) / y[train].std()
-x, y, weight = (torch.tensor(each, dtype=torch.float32) for each in (x, y, weight))
+x, y, weight = (torch.tensor(each, dtype=torch.get_default_dtype()) for each in (x, y, weight))
 train_set = TensorDataset(x[train], y[train], weight[train])
 
 

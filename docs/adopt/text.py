@@ -11,8 +11,8 @@ from my_experiment.loader import TrainSampler  # witness
 from torch import nn
 from torch.nn import functional as F
 
+torch.set_default_dtype(torch.float64)  # witness
 LENGTH, BATCH, ACCUMULATE, STEPS, WARMUP = 32, 8, 4, 200, 10
-
 characters = sorted(set(text := inspect.getsource(argparse)))
 tokens = torch.tensor([characters.index(character) for character in text])
 train, validation = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
