@@ -295,3 +295,15 @@ def test_what_makes_a_result_depend_on_the_split_is_named(bake: Bake, name: str)
     edit(project, changes)
     result = run(BIN / "pytest", "-q", "tests/test_experiment.py", cwd=project, code=1)
     assert reason in result.stdout
+
+
+def test_a_kink_and_a_large_learning_rate_do_not_fail_for_rounding(bake: Bake) -> None:
+    project = bake()
+    for name, before, after in (
+        ("src/my_experiment/model.py", "F.silu", "F.relu"),
+        ("tests/rules.py", "--optim.lr 1e-3", "--optim.lr 1"),
+    ):
+        path = project / name
+        assert before in path.read_text()
+        path.write_text(path.read_text().replace(before, after))
+    run(BIN / "pytest", "-q", SPLIT, "-k", "not 4-", cwd=project)

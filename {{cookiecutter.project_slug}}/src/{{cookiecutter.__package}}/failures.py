@@ -28,7 +28,7 @@ MISTAKES = re.compile(
     "|have NCCL|no GPUs found|support float64"  # NCCL needs GPUs; Apple's have no fp64.
     "|sparse (tensors|gradient)"  # Only dense tensors are averaged.
     "|from the 'Sparse"
-    "|'closure'"  # An optimizer, such as LBFGS, wants to call the model itself.
+    "|'closure'|for `end` but"  # LBFGS wants to call the model. A run stays in fp64, or outside.
     "|require placement changes"  # An optimizer, such as Adafactor, cannot update shards.
     "|distribute leaf tensors"  # A layer computes its weight, as under weight_norm.
     "|non-empty tensor"  # A parameter without numbers cannot be sharded.
