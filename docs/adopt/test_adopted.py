@@ -142,7 +142,7 @@ def explain(differences: list[float], records: list[Any]) -> str:
     if step == 1:
         return "from step 1: initial weights, loss scaling or data differ"
     if step == 2:
-        return "from step 2: optimizer (kind, Nesterov), clipping, scale of the gradient, or second batch"
+        return "from step 2: optimizer (its kind), gradient (scale, clipping), or second batch"
     begins = ""
     if records[step - 2]["epoch"] > records[step - 3]["epoch"]:
         begins = " (an epoch begins)"

@@ -73,7 +73,7 @@ def test_a_split_gives_the_result_of_a_plain_loop(
     if "fp64" in more:
         check(compare(run_dir, *expected), BOUNDS, record_property)
     #:: if fact("exact") and not fact("loop") ::#
-    if "--train.exact" not in words:
+    elif "--train.exact" not in words:  # In fp64, shards may change the last bit of a norm.
         support.assert_same(run_dir, trained(*FIRST, *more))
         record_property("ranks", "bitwise")
     #:: endif ::#

@@ -226,7 +226,7 @@ class StopSignal:
 
     def receive(self, number: int, _: object) -> None:
         """Handle a signal. A handler must not call a collective, which it may interrupt."""
-        # These codes show a shell whether Ctrl-C or a scheduler ended a command.
+        # A shell learns by these codes whether Ctrl-C or a scheduler ended a command.
         self.process.store.set("stop", "130" if number == signal.SIGINT else "143")
 
     def agreed(self, must_check: bool) -> bool:

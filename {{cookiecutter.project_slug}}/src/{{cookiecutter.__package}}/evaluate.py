@@ -98,7 +98,7 @@ class Evaluator:
         best_metric = metrics.get(self.task.best_metric, "missing")
         if not isinstance(best_metric, int | float | None):
             raise UserError(f"Task.aggregate returns no number as {self.task.best_metric!r}")
-        return {"num_samples": len(order), **metrics}
+        return dict(num_samples=len(order), **metrics)  # An error, if Task.aggregate has one too.
 
 
 def evaluate(options: Any, config: Config, given: set[str], process: Process) -> None:

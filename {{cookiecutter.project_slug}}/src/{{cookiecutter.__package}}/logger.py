@@ -128,7 +128,7 @@ def write_provenance(path: Path, process: Process, step: int) -> None:
         previous = json.loads(path.read_text())
         earlier = [previous, *previous.pop("earlier", [])]
     content = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(),
         "command": shlex.join(sys.argv),
         "torch": torch.__version__,
         "host": platform.node(),
