@@ -359,7 +359,7 @@ def test_weights_of_other_programs_load_or_are_named(bake: Bake, tmp_path: Path)
         elif name == "code":
             assert "PurePosixPath" in refuse(project, *words)
         elif name == "old":
-            assert "load and save it again" in refuse(project, *words)
+            assert "old.pt is not a readable checkpoint: File is not a zip file" in refuse(project, *words)
         else:
             run_alone(project, *SMALL, *words, "--train.max_steps", "1", "--run.dir", name)
             (losses[name],) = read_losses(project / name)

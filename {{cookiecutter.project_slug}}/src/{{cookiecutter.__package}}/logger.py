@@ -124,7 +124,7 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
 def write_provenance(path: Path, process: Process, step: int) -> None:
     """Write where this start of the run came from; ``earlier`` has the starts before it."""
     earlier = []  # A damaged file is replaced.
-    with suppress(AttributeError, OSError, RecursionError, TypeError, ValueError):
+    with suppress(AttributeError, OSError, TypeError, ValueError):
         previous = json.loads(path.read_text())
         earlier = [previous, *previous.pop("earlier", [])]
     content = {

@@ -34,8 +34,7 @@ def choose_panels(run_dirs: Sequence[str]) -> dict[str, Any]:
     for index, run_dir in enumerate(run_dirs):
         text = Path(run_dir, "metrics.jsonl").read_text()
         # A live run may have written only a part of its last line, without the newline at its end.
-        complete_lines = text.split("\n")[:-1]
-        for line in complete_lines:
+        for line in text.split("\n")[:-1]:
             record = json.loads(line)
             for name, value in record.items():
                 # Several numbers, such as one for each class, have a curve for each entry.
