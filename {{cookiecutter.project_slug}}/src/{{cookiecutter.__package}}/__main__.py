@@ -125,8 +125,7 @@ def parse(words: Sequence[str]) -> tuple[str, Config, Namespace]:
 
 def holds_settings(path: str) -> bool:
     """Return whether a file holds settings; rejects a key given twice, and what is no section."""
-    # Bytes that are no UTF-8 become characters that PyYAML rejects, with the name of the file.
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:  # PyYAML rejects others.
         document = yaml.compose(file, yaml.SafeLoader)
     # Comments alone, an empty document and null all mean that every setting keeps its default.
     if document is None or document.tag == "tag:yaml.org,2002:null":

@@ -124,11 +124,11 @@ def restore_records(path: Path, last_step: int) -> list[Record]:
 def write_provenance(path: Path, process: Process, step: int) -> None:
     """Write where this start of the run came from; ``earlier`` has the starts before it."""
     earlier = []  # A damaged file is replaced.
-    with suppress(AttributeError, OSError, TypeError, ValueError):
+    with suppress(OSError, ValueError):
         previous = json.loads(path.read_text())
         earlier = [previous, *previous.pop("earlier", [])]
     content = {
-        "time": datetime.now(UTC).isoformat(),
+        "time": str(datetime.now(UTC)),
         "command": shlex.join(sys.argv),
         "torch": torch.__version__,
         "host": platform.node(),

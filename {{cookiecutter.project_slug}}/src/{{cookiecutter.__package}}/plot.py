@@ -18,8 +18,9 @@ def plot(run_dirs: Sequence[str], output: str) -> None:
     panels = choose_panels(run_dirs)
     rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure((12, 1.5 + 0.8 * len(panels)), layout="constrained")
+    axes = None
     for number, name in enumerate(sorted(panels), start=1):
-        axes = figure.add_subplot(rows, COLUMNS, number, xlabel="step", title=name)
+        axes = figure.add_subplot(rows, COLUMNS, number, sharex=axes, xlabel="step", title=name)
         for (event, color, _), points in panels[name].items():
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, ".--" if event == "eval" else "-", color=color)
